@@ -1,0 +1,52 @@
+# Two commands: `make demo` runs the main job, `make test` runs every check. Both set up .venv by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help demo test format docs clean
+
+help:
+	@echo "make demo    install, then plan an effective batch of 32 over 10,000 samples"
+	@echo "make test    install, then lint, type-check and run all tests"
+	@echo "make docs    write the generated pages under docs/ anew"
+	@echo "make format  apply the formatter and the safe lint fixes"
+	@echo "make clean   remove .venv and caches"
+
+demo: $(VENV)/.ready-to-run
+	@echo "Planning: four ways and more to reach an effective batch of 32 over 10,000 samples,"
+	@echo "the incomplete micro-batch dropped. No training yet: this is the arithmetic of the split."
+	@echo '$$ batchwright plan 32 --micro-batch 32 --samples 10000 --drop-last'
+	@echo
+	@$(BIN)/batchwright plan 32 --micro-batch 32 --samples 10000 --drop-last
+
+test: $(VENV)/.ready-to-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+format: $(VENV)/.ready-to-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.ready-to-run
+	$(BIN)/python docs/generate.py
+
+# One stamp per set of packages, so that the demo does not wait for the frameworks that only the tests need.
+$(VENV)/.ready-to-run: $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing batchwright into $(VENV) (once; PyTorch is large) ..."
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.ready-to-test: $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing batchwright and what its tests need into $(VENV) (once; a few minutes) ..."
+	@$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/.ready-to-run
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(0 if sys.version_info >= (3, 11) else f"batchwright needs Python 3.11 or newer; $(PYTHON) is {v}. Name another: make PYTHON=python3.11 ...")'
+	@$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,55 @@
+"""Choose the batch size: what it costs, what fits, how to split it, and what to type.
+
+>>> import batchwright as bw
+>>> bw.plan(1024, micro_batch=48, devices=4)
+Plan(micro_batch=43, accumulation=6, devices=4, effective_batch=1032)
+
+This is the front door: every public name is here, and each loads its part when it is first used, so that
+`import batchwright` costs nothing and never imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from batchwright.errors import BatchwrightError
+    from batchwright.planning.advice import Advice, advise
+    from batchwright.planning.config_check import ConfigCheck, check_config
+    from batchwright.planning.plan import Plan, plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Advice",
+    "BatchwrightError",
+    "ConfigCheck",
+    "Plan",
+    "advise",
+    "check_config",
+    "plan",
+]
+
+_HOMES = {
+    "Advice": "planning.advice",
+    "BatchwrightError": "errors",
+    "ConfigCheck": "planning.config_check",
+    "Plan": "planning.plan",
+    "advise": "planning.advice",
+    "check_config": "planning.config_check",
+    "plan": "planning.plan",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'batchwright' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(f"batchwright.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

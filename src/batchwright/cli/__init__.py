@@ -1,0 +1,108 @@
+"""The command: a group whose parts load only when they are called.
+
+Promises:
+- `--help` imports neither torch, numpy, rich nor any command;
+- an error that was raised on purpose is one message on stderr and an exit code, never a traceback;
+- Ctrl-C ends with 130.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+import click
+
+# Name and one-line help of each command, in the order a person asks. Kept here, so that `--help` need not
+# import the commands; a test compares each line with the command's own.
+COMMANDS = {
+    "plan": "Split an effective batch into micro-batch x accumulation x devices.",
+    "advise": "Say what to change when out of memory, unstable or slow.",
+    "explain": "Explain the concepts, in English or Chinese.",
+}
+
+
+class LazyGroup(click.Group):
+    """A click group that imports a command when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order a person asks."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command of this name."""
+        if cmd_name not in COMMANDS:
+            return None
+        import importlib
+
+        command = importlib.import_module(f"batchwright.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands from the table above."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Name the nearest command where the one typed does not exist."""
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            import difflib
+
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"Did you mean '{near[0]}'?" if near else f"Commands: {', '.join(COMMANDS)}."
+            ctx.fail(f"no command '{args[0]}'. {hint}")
+        return super().resolve_command(ctx, args)
+
+
+def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from batchwright import __version__
+
+        click.echo(f"batchwright {__version__}")
+        ctx.exit()
+
+
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
+def group() -> None:
+    """Choose the batch size: what it costs, what fits, how to split it, and what to type."""
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """Run the command and exit with its code."""
+    sys.exit(_run(args))
+
+
+def _run(args: list[str] | None) -> int:
+    try:
+        outcome: Any = group.main(args=args, prog_name="batchwright", standalone_mode=False)
+    except click.exceptions.Exit as leaving:
+        return leaving.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted.", err=True)
+        return 130
+    except BrokenPipeError:
+        # The reader went away (`| head`): not our error, and Python must not complain about it at exit either.
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        from batchwright.errors import BatchwrightError
+
+        if not isinstance(error, BatchwrightError):
+            raise
+        click.echo(f"Error: {error}", err=True)
+        return error.exit_code
+    return outcome if isinstance(outcome, int) else 0

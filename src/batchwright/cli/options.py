@@ -1,0 +1,58 @@
+"""What the commands share: numbers as people type them, and answers as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import click
+
+from batchwright.errors import InvalidInputError
+from batchwright.units import parse_whole_number
+
+
+class Count(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
+    """A whole number; anything else is answered with the value received and what is accepted."""
+
+    name = "count"
+
+    def __init__(self, *, least: int = 1) -> None:
+        self.least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read the text that was typed."""
+        return parse_whole_number(str(value), name_of(param), least=self.least)
+
+
+class NumbersCommand(click.Command):
+    """A command whose arguments are counts: a negative one is a wrong count, not an unknown option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, and explain a negative number where click would call it an option."""
+        typed = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            number = next((text for text in typed if re.fullmatch(r"-\d\S*", text)), None)
+            if number is None or error.option_name[:2] != number[:2]:
+                raise
+            arguments = [name_of(p) for p in self.params if isinstance(p, click.Argument)]
+            raise InvalidInputError(
+                f"{arguments[0]} must be a whole number from 1 to 10^15, such as 32 or 10_000; received {number!r}."
+            ) from None
+
+
+def name_of(param: click.Parameter | None) -> str:
+    """Name a parameter as the person typed it: `--micro-batch`, `EFFECTIVE`."""
+    if param is None:
+        return "the value"
+    return (param.name or "").upper() if isinstance(param, click.Argument) else max(param.opts, key=len)
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """Print plain data as JSON on stdout."""
+    click.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))

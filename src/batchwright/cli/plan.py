@@ -1,0 +1,122 @@
+"""`batchwright plan`."""
+
+from __future__ import annotations
+
+import click
+
+from batchwright.cli.options import Count, NumbersCommand, json_option, print_json
+from batchwright.planning.dialects.registry import FRAMEWORKS
+from batchwright.planning.split import POLICIES
+
+
+@click.command("plan", cls=NumbersCommand)
+@click.argument("effective", type=Count(), required=False)
+@click.option("--micro-batch", type=Count(), help="Largest micro-batch that fits on one device.")
+@click.option("--devices", type=Count(), default=1, show_default=True, help="Data-parallel ranks.")
+@click.option("--samples", type=Count(), help="Samples in the dataset; gives forwards and updates per epoch.")
+@click.option("--drop-last", is_flag=True, help="Drop the incomplete micro-batch at the end of an epoch.")
+@click.option("--eval-micro-batch", type=Count(), help="Micro-batch for evaluation.  [default: that of training]")
+@click.option("--workers", type=Count(least=0), default=0, show_default=True, help="Processes that load data.")
+@click.option(
+    "--policy",
+    metavar=f"[{'|'.join(POLICIES)}]",
+    default="nearest",
+    show_default=True,
+    help="How to round a target that does not divide; 'exact' uses uneven micro-batches.",
+)
+@click.option("--times", metavar="M=S,...", help="Measured seconds: 4=0.11 for one pass, 4x8=0.95 for a whole step.")
+@click.option("--for", "framework", metavar="FRAMEWORK", help=f"Print what to paste into: {', '.join(FRAMEWORKS)}.")
+@click.option(
+    "--check",
+    "config",
+    metavar="FILE",
+    help="Check the numbers of a DeepSpeed or TrainingArguments file instead.",
+)
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    effective: int | None,
+    micro_batch: int | None,
+    devices: int,
+    samples: int | None,
+    drop_last: bool,
+    eval_micro_batch: int | None,
+    workers: int,
+    policy: str,
+    times: str | None,
+    framework: str | None,
+    config: str | None,
+    as_json: bool,
+) -> int:
+    """Split an effective batch into micro-batch x accumulation x devices.
+
+    \b
+    batchwright plan 1024 --micro-batch 48 --devices 4
+    batchwright plan 32 --micro-batch 8 --samples 10000 --for transformers
+    batchwright plan --check ds_config.json --devices 8
+    """
+    if config is not None:
+        return _check(ctx, config, devices, as_json)
+    if effective is None or micro_batch is None:
+        missing = "EFFECTIVE, the batch you want," if effective is None else "--micro-batch, the largest that fits,"
+        raise click.UsageError(f"{missing} is needed. Example: batchwright plan 256 --micro-batch 8 --devices 4", ctx)
+    from batchwright.planning.plan import plan
+    from batchwright.planning.times import parse_times
+    from batchwright.report.console import print_answer
+
+    answer = plan(
+        effective,
+        micro_batch=micro_batch,
+        devices=devices,
+        samples=samples,
+        drop_last=drop_last,
+        eval_micro_batch=eval_micro_batch,
+        workers=workers,
+        policy=policy,
+        times=None if times is None else parse_times(times),
+    )
+    if framework is None:
+        print_json(answer.to_dict()) if as_json else print_answer(answer)
+        return 0
+    settings, snippet = answer.to(framework), answer.snippet(framework)
+    if as_json:
+        print_json({**answer.to_dict(), "framework": framework, "config": settings, "snippet": snippet})
+        return 0
+    # Only what is to be pasted goes to stdout, so that `> config.json` is a config.
+    click.echo(str(answer), err=True)
+    click.echo(snippet)
+    return 0
+
+
+def _check(ctx: click.Context, config: str, devices: int, as_json: bool) -> int:
+    """Check a config file; the numbers of a plan have no place beside it."""
+    planning = {
+        "effective",
+        "micro_batch",
+        "samples",
+        "drop_last",
+        "eval_micro_batch",
+        "workers",
+        "policy",
+        "times",
+        "framework",
+    }
+    given = [p for p in planning if ctx.get_parameter_source(p) is click.core.ParameterSource.COMMANDLINE]
+    if given:
+        names = ", ".join(
+            sorted(
+                "EFFECTIVE" if p == "effective" else f"--{'for' if p == 'framework' else p.replace('_', '-')}"
+                for p in given
+            )
+        )
+        raise click.UsageError(
+            f"--check reads all numbers from the file and takes only --devices; received {names}.", ctx
+        )
+    from batchwright.planning.config_check import check_config
+    from batchwright.report.check_text import draw_check
+    from batchwright.report.console import print_answer
+
+    result = check_config(config, devices=devices)
+    print_json(result.to_dict()) if as_json else print_answer(draw_check(result))
+    return 0 if result.agrees else 1

@@ -1,0 +1,79 @@
+"""Everything batchwright raises on purpose.
+
+BatchwrightError
+├── InvalidInputError     (also ValueError)   a value that cannot be used, or is out of range
+├── NotExpressibleError   (also ValueError)   a plan that this framework has no words for
+└── MissingExtraError     (also ImportError)  a package that belongs to an extra is not installed
+
+Each carries the exit code that the command ends with. The message says what was asked, what happened and
+what to do; a caller in Python reads the same text as a person at the terminal.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+class BatchwrightError(Exception):
+    """The root of every error raised on purpose.
+
+    >>> print(BatchwrightError("micro-batch 64 does not fit.", details=["needed 25.7 GiB"], remedy="halve it"))
+    micro-batch 64 does not fit.
+      needed 25.7 GiB
+      try: halve it
+    """
+
+    exit_code = 1
+
+    def __init__(self, problem: str, *, details: list[str] | None = None, remedy: str = "") -> None:
+        self.problem = problem
+        self.details = list(details or [])
+        self.remedy = remedy
+        lines = [problem, *(f"  {line}" for line in self.details)]
+        super().__init__("\n".join([*lines, f"  try: {remedy}"] if remedy else lines))
+
+
+class InvalidInputError(BatchwrightError, ValueError):
+    """A value that cannot be used: it names the value received and what is accepted."""
+
+    exit_code = 2
+
+
+class NotExpressibleError(BatchwrightError, ValueError):
+    """A plan that is right, but that the named framework has no setting for."""
+
+    exit_code = 2
+
+
+class MissingExtraError(BatchwrightError, ImportError):
+    """A package that one of batchwright's extras brings is not installed."""
+
+    exit_code = 2
+
+
+def import_extra(module: str, *, extra: str, purpose: str) -> ModuleType:
+    """Import a module that only an extra brings, or say which extra to install.
+
+    >>> import_extra("json", extra="plot", purpose="drawing").__name__
+    'json'
+    >>> import_extra("no_such_module", extra="plot", purpose="drawing the report")
+    Traceback (most recent call last):
+    ...
+    batchwright.errors.MissingExtraError: drawing the report needs the package 'no_such_module', which is not installed.
+      try: pip install 'batchwright[plot]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # A package that is there but lacks one of its own dependencies is another problem: show that one.
+        if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
+            raise
+        package = module.split(".")[0]
+        raise MissingExtraError(
+            f"{purpose} needs the package '{package}', which is not installed.",
+            remedy=f"pip install 'batchwright[{extra}]'",
+        ) from None

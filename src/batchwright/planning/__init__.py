@@ -1,0 +1,1 @@
+"""Pure arithmetic of the batch: no torch, no numpy, no loop over samples."""

@@ -1,0 +1,83 @@
+"""Read a training configuration, JSON or YAML, into a plain mapping, or say what is wrong with the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from batchwright.errors import InvalidInputError, import_extra
+from batchwright.units import shortened
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Return the mapping that a config file holds."""
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise InvalidInputError(f"no config file at '{file}'.", remedy=_nearby(file)) from None
+    except UnicodeDecodeError:
+        raise InvalidInputError(f"'{file}' is not text; a JSON or YAML file is expected.") from None
+    except OSError as error:
+        raise InvalidInputError(f"cannot read '{file}': {error.strerror or error}.") from None
+    if not text.strip():
+        raise InvalidInputError(f"'{file}' is empty; a JSON or YAML mapping of settings is expected.")
+    # JSON is read as JSON whatever the file is called; only what cannot be JSON needs the YAML reader.
+    is_json = file.suffix.lower() == ".json" or text.lstrip().startswith(("{", "["))
+    data = _parse_json(file, text) if is_json else _parse_yaml(file, text)
+    if not isinstance(data, dict):
+        raise InvalidInputError(
+            f"'{file}' holds {type(data).__name__} {shortened(data)}; a mapping of settings is expected."
+        )
+    return {str(key): value for key, value in data.items()}
+
+
+def _parse_json(file: Path, text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        raise InvalidInputError(
+            f"'{file}' is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+        ) from None
+    except DuplicateKeyError as error:
+        raise InvalidInputError(
+            f"'{file}' sets {error.args[0]!r} twice, so one of its values would be ignored."
+        ) from None
+    except (RecursionError, ValueError) as error:
+        # Nested beyond the parser's depth, or a number of more digits than Python reads.
+        raise InvalidInputError(f"'{file}' cannot be read as JSON: {error}.") from None
+
+
+def _parse_yaml(file: Path, text: str) -> Any:
+    yaml = import_extra("yaml", extra="transformers", purpose=f"reading the YAML file '{file}'")
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "it cannot be parsed"
+        raise InvalidInputError(f"'{file}' is not valid YAML: {problem}{place}.") from None
+    except (RecursionError, ValueError) as error:
+        raise InvalidInputError(f"'{file}' cannot be read as YAML: {error}.") from None
+
+
+class DuplicateKeyError(Exception):
+    """A JSON object that sets one key twice."""
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in data:
+            raise DuplicateKeyError(key)
+        data[key] = value
+    return data
+
+
+def _nearby(file: Path) -> str:
+    """Name the config files that do exist in the same folder."""
+    if not file.parent.is_dir():
+        return f"the folder '{file.parent}' does not exist either"
+    found = sorted(p.name for p in file.parent.iterdir() if p.suffix.lower() in {".json", ".yaml", ".yml"})
+    return f"one of {', '.join(found[:5])} in the same folder" if found else ""

@@ -1,0 +1,42 @@
+"""Which frameworks a plan can be written for, by name."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from batchwright.errors import InvalidInputError
+from batchwright.units import shortened
+
+if TYPE_CHECKING:
+    from batchwright.planning.plan import Plan
+
+FRAMEWORKS = ("transformers", "accelerate", "deepspeed", "lightning", "torchtitan", "composer", "pytorch")
+
+
+class Dialect(Protocol):
+    """What every file in this folder offers."""
+
+    def settings(self, plan: Plan) -> dict[str, Any]:
+        """Return plain data that the framework's own class accepts."""
+
+    def snippet(self, plan: Plan) -> str:
+        """Return text to paste into a script or config."""
+
+
+def find_dialect(framework: str) -> Dialect:
+    """Return the dialect of a framework.
+
+    >>> find_dialect("Lightning").__name__
+    'batchwright.planning.dialects.lightning'
+    """
+    name = framework.lower() if isinstance(framework, str) else framework
+    if name not in FRAMEWORKS:
+        import difflib
+
+        near = difflib.get_close_matches(str(name), FRAMEWORKS, n=1)
+        raise InvalidInputError(
+            f"unknown framework {shortened(framework)}; known are {', '.join(FRAMEWORKS)}.",
+            remedy=near[0] if near else "",
+        )
+    return cast("Dialect", importlib.import_module(f"batchwright.planning.dialects.{name}"))

@@ -1,0 +1,94 @@
+"""The comparison table: every sensible split of the same effective batch, side by side.
+
+Each row is what `plan` answers when only half the micro-batch of the row above fits. So the first row is the
+plan itself, the last one runs single samples, and the rows between trade memory for passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from batchwright.planning.epoch import count_epoch
+from batchwright.planning.split import choose_split
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from batchwright.planning.split import Policy, Split
+    from batchwright.planning.times import TimeModel
+
+# A halving cap reaches 1 from any practical size in fewer rows; beyond this a table is not read any more.
+MOST_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One split, with what it costs next to the first row."""
+
+    micro_batch: int
+    smallest_micro_batch: int
+    accumulation: int
+    effective_batch: int
+    forwards_per_epoch: int | None
+    updates_per_epoch: int | None
+    relative_time: float
+    relative_activations: float
+    peak_bytes: int | None
+    is_extrapolated: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain data."""
+        return asdict(self)
+
+
+def compare_splits(
+    effective_batch: int,
+    *,
+    chosen: Split,
+    policy: Policy,
+    samples: int | None,
+    drop_last: bool,
+    times: TimeModel,
+    peak_bytes: Callable[[int], int] | None = None,
+) -> tuple[Row, ...]:
+    """Lay the chosen split and its smaller micro-batches side by side.
+
+    >>> from batchwright.planning.split import Split
+    >>> from batchwright.planning.times import ASSUMED
+    >>> rows = compare_splits(
+    ...     32, chosen=Split(32, 1, 1), policy="nearest", samples=10_000, drop_last=True, times=ASSUMED
+    ... )
+    >>> [(row.micro_batch, row.accumulation, row.forwards_per_epoch) for row in rows[:4]]
+    [(32, 1, 312), (16, 2, 625), (8, 4, 1250), (4, 8, 2500)]
+    """
+    seconds_per_sample = times.step_seconds(chosen) / chosen.samples
+    rows = []
+    for split in _smaller_and_smaller(effective_batch, chosen, policy):
+        epoch = count_epoch(samples, split, drop_last=drop_last) if samples else None
+        rows.append(
+            Row(
+                micro_batch=split.largest,
+                smallest_micro_batch=split.smallest,
+                accumulation=split.accumulation,
+                effective_batch=split.samples,
+                forwards_per_epoch=epoch.forwards if epoch else None,
+                updates_per_epoch=epoch.updates if epoch else None,
+                relative_time=times.step_seconds(split) / split.samples / seconds_per_sample,
+                relative_activations=split.largest / chosen.largest,
+                peak_bytes=peak_bytes(split.largest) if peak_bytes else None,
+                is_extrapolated=bool(times.points) and not times.covers(split.largest),
+            )
+        )
+    return tuple(rows)
+
+
+def _smaller_and_smaller(effective_batch: int, chosen: Split, policy: Policy) -> Iterator[Split]:
+    yield chosen
+    cap, seen = chosen.largest // 2, {chosen}
+    while cap >= 1 and len(seen) < MOST_ROWS:
+        split = choose_split(effective_batch, max_micro_batch=cap, devices=chosen.devices, policy=policy)
+        if split not in seen:
+            yield split
+        seen.add(split)
+        cap //= 2

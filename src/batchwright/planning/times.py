@@ -1,0 +1,207 @@
+"""The time of one optimizer step: `accumulation * (alpha + beta * micro_batch) + sigma`.
+
+alpha is what every pass costs whatever its size (launches, communication set-up), beta what a sample costs,
+sigma what the optimizer costs once per step. All three are seconds and never negative.
+
+Promises:
+- measured points are fitted by least squares on relative error, since the noise of a timing grows with it;
+- what the points cannot tell stays at zero, and `unknown` names it;
+- without points the model says so: every sample costs the same, and only ratios mean anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain, combinations
+from typing import TYPE_CHECKING, Any
+
+from batchwright.errors import InvalidInputError
+from batchwright.units import parse_whole_number, positive_seconds, shortened, whole_number
+
+if TYPE_CHECKING:
+    from batchwright.planning.split import Split
+
+_COEFFICIENTS = ("alpha", "beta", "sigma")
+# Simplest explanation first, so that a tie (one point only) goes to "time in proportion to samples".
+_SUBSETS = sorted(
+    chain.from_iterable(combinations(range(3), size) for size in (1, 2, 3)),
+    key=lambda s: (1 not in s, len(s)),
+)
+_HOW_TO_WRITE = (
+    "times are written MICRO_BATCH=SECONDS for one forward and backward, such as 4=0.11,8=0.19, "
+    "or MICRO_BATCHxACCUMULATION=SECONDS for a whole optimizer step, such as 4x8=0.95"
+)
+
+
+@dataclass(frozen=True)
+class TimedPoint:
+    """One measurement: a pass over one micro-batch, or, with `accumulation`, a whole optimizer step."""
+
+    micro_batch: int
+    seconds: float
+    accumulation: int | None = None
+
+    def shares(self) -> tuple[float, float, float]:
+        """How often alpha, beta and sigma are paid in this measurement."""
+        passes = self.accumulation or 1
+        return (passes, passes * self.micro_batch, 1.0 if self.accumulation else 0.0)
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """Seconds of a step at any split, with the points it rests on.
+
+    >>> model = fit_times({4: 0.11, 8: 0.19})
+    >>> round(model.alpha, 6), round(model.beta, 6), model.unknown
+    (0.03, 0.02, ('sigma',))
+    """
+
+    alpha: float
+    beta: float
+    sigma: float
+    points: tuple[TimedPoint, ...] = ()
+    unknown: tuple[str, ...] = _COEFFICIENTS
+    largest_error: float | None = None
+
+    @property
+    def source(self) -> str:
+        """`measured` where it rests on points, `formula` where it is only the model."""
+        return "measured" if self.points else "formula"
+
+    def step_seconds(self, split: Split) -> float:
+        """Seconds of one optimizer step on the busiest device."""
+        return split.accumulation * self.alpha + split.rank_samples(0) * self.beta + self.sigma
+
+    def covers(self, micro_batch: int) -> bool:
+        """Whether a micro-batch lies within the sizes that were measured."""
+        sizes = [point.micro_batch for point in self.points]
+        return bool(sizes) and min(sizes) <= micro_batch <= max(sizes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the model as plain data."""
+        return {
+            "source": self.source,
+            "alpha_seconds": self.alpha if self.points else None,
+            "beta_seconds": self.beta if self.points else None,
+            "sigma_seconds": self.sigma if self.points else None,
+            "unknown": list(self.unknown),
+            "largest_error": self.largest_error,
+            "points": [
+                {"micro_batch": p.micro_batch, "accumulation": p.accumulation, "seconds": p.seconds}
+                for p in self.points
+            ],
+        }
+
+
+# With nothing measured: a sample costs one unit, a pass and an optimizer step nothing. So accumulation looks
+# free, which is a lower bound on its cost.
+ASSUMED = TimeModel(alpha=0.0, beta=1.0, sigma=0.0)
+
+
+def fit_times(times: Mapping[int, float] | Iterable[TimedPoint] | TimeModel) -> TimeModel:
+    """Fit the three coefficients to measured points."""
+    if isinstance(times, TimeModel):
+        return times
+    points = tuple(_checked(point) for point in _as_points(times))
+    if not points:
+        raise InvalidInputError(f"no times received; {_HOW_TO_WRITE}.")
+    rows = [[share / point.seconds for share in point.shares()] for point in points]
+    best: tuple[float, tuple[float, ...], tuple[int, ...]] | None = None
+    for subset in _SUBSETS:
+        solution = _least_squares(rows, subset)
+        if solution is None or min(solution) < 0:
+            continue
+        error = sum(_residual(row, solution) ** 2 for row in rows)
+        if best is None or error < best[0] - 1e-12:
+            best = (error, solution, subset)
+    assert best is not None, "a single coefficient always has a non-negative solution"
+    _, (alpha, beta, sigma), _ = best
+    return TimeModel(
+        alpha,
+        beta,
+        sigma,
+        points,
+        unknown=_unidentified(points),
+        largest_error=max(abs(_residual(row, best[1])) for row in rows),
+    )
+
+
+def parse_times(text: str) -> tuple[TimedPoint, ...]:
+    """Read `4=0.11,8=0.19,4x8=0.95`.
+
+    >>> [(point.micro_batch, point.accumulation, point.seconds) for point in parse_times("4=0.11,4x8=0.95")]
+    [(4, None, 0.11), (4, 8, 0.95)]
+    """
+    points = []
+    for part in text.split(","):
+        size, equals, seconds = part.strip().partition("=")
+        if not equals:
+            raise InvalidInputError(f"cannot read the time {shortened(part.strip())}: {_HOW_TO_WRITE}.")
+        micro_batch, times_sign, accumulation = size.strip().partition("x")
+        points.append(
+            TimedPoint(
+                parse_whole_number(micro_batch, "micro-batch in --times"),
+                positive_seconds(seconds, f"time of micro-batch {micro_batch}"),
+                parse_whole_number(accumulation, "accumulation in --times") if times_sign else None,
+            )
+        )
+    return tuple(points)
+
+
+def _as_points(times: Mapping[int, float] | Iterable[TimedPoint]) -> Iterable[TimedPoint]:
+    if isinstance(times, Mapping):
+        return (TimedPoint(size, seconds) for size, seconds in times.items())
+    if isinstance(times, str) or not isinstance(times, Iterable):
+        raise InvalidInputError(
+            f"times must be a mapping of micro-batch to seconds, or timed points; received {shortened(times)}."
+        )
+    return times
+
+
+def _checked(point: object) -> TimedPoint:
+    if not isinstance(point, TimedPoint):
+        raise InvalidInputError(
+            f"times must be a mapping of micro-batch to seconds, or timed points; received {shortened(point)}."
+        )
+    return TimedPoint(
+        whole_number(point.micro_batch, "micro-batch in times"),
+        positive_seconds(point.seconds, f"time of micro-batch {point.micro_batch}"),
+        None if point.accumulation is None else whole_number(point.accumulation, "accumulation in times"),
+    )
+
+
+def _unidentified(points: tuple[TimedPoint, ...]) -> tuple[str, ...]:
+    """Name the coefficients that no choice of these points could have told apart."""
+    unknown = []
+    if len({point.micro_batch for point in points}) == 1:
+        unknown.append("alpha")
+    if not any(point.accumulation for point in points) or len({point.accumulation for point in points}) == 1:
+        unknown.append("sigma")
+    return tuple(unknown)
+
+
+def _residual(row: list[float], solution: tuple[float, ...]) -> float:
+    return sum(a * x for a, x in zip(row, solution, strict=True)) - 1.0
+
+
+def _least_squares(rows: list[list[float]], subset: tuple[int, ...]) -> tuple[float, ...] | None:
+    """Solve `rows @ x = 1` over some of the columns, the others at zero; None where that is not unique."""
+    scale = [max(abs(row[j]) for row in rows) for j in subset]
+    if not all(scale):
+        return None
+    columns = [[row[j] / s for row in rows] for j, s in zip(subset, scale, strict=True)]
+    matrix = [[sum(map(float.__mul__, a, b)) for b in columns] + [sum(a)] for a in columns]
+    for pivot in range(len(matrix)):
+        swap = max(range(pivot, len(matrix)), key=lambda row: abs(matrix[row][pivot]))
+        matrix[pivot], matrix[swap] = matrix[swap], matrix[pivot]
+        if abs(matrix[pivot][pivot]) < 1e-12 * len(rows):
+            return None
+        for row in range(len(matrix)):
+            if row != pivot:
+                factor = matrix[row][pivot] / matrix[pivot][pivot]
+                matrix[row] = [x - factor * y for x, y in zip(matrix[row], matrix[pivot], strict=True)]
+    solution = [0.0, 0.0, 0.0]
+    for position, (j, s) in enumerate(zip(subset, scale, strict=True)):
+        solution[j] = matrix[position][-1] / matrix[position][position] / s
+    return tuple(solution)

@@ -1,0 +1,1 @@
+"""Draws results as text, HTML and plots; computes nothing."""

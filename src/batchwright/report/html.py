@@ -1,0 +1,26 @@
+"""A headed table with remarks as HTML: how every result shows itself in a notebook."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Columns = list[tuple[str, list[str]]]
+
+
+def table_to_html(summary: str, columns: Columns, remarks: Iterable[str]) -> str:
+    """Draw a summary, a table and remarks.
+
+    >>> table_to_html("two", [], ["no rows"])
+    '<p><b>two</b></p><p>no rows</p>'
+    """
+    head = "".join(f"<th>{escape(heading)}</th>" for heading, _ in columns)
+    body = "".join(
+        "<tr>" + "".join(f'<td style="text-align:right">{escape(cell)}</td>' for cell in cells) + "</tr>"
+        for cells in zip(*(cells for _, cells in columns), strict=True)
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if columns else ""
+    return f"<p><b>{escape(summary)}</b></p>{table}<p>{'<br>'.join(escape(remark) for remark in remarks)}</p>"

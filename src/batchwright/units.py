@@ -1,0 +1,125 @@
+"""Numbers as people write and read them: whole counts, seconds, bytes.
+
+Promises:
+- a count is a whole number from 1 to `LARGEST_COUNT`, or an error names the value received;
+- inside the program memory is bytes and time is seconds; other units exist only in text.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+from batchwright.errors import InvalidInputError
+
+# Below 2**53, so that readers of our JSON that keep numbers as doubles lose no digit.
+LARGEST_COUNT = 10**15
+
+_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def whole_number(value: object, name: str, *, least: int = 1) -> int:
+    """Return `value` as an int, or say why it is not a usable count.
+
+    >>> whole_number(32, "effective batch")
+    32
+    >>> whole_number(2.5, "effective batch")
+    Traceback (most recent call last):
+    ...
+    batchwright.errors.InvalidInputError: effective batch must be a whole number from 1 to 10^15; received 2.5.
+    """
+    accepted = f"{name} must be a whole number from {least} to 10^15"
+    if isinstance(value, bool):
+        raise InvalidInputError(f"{accepted}; received {value!r}.")
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # the call itself is the check
+    except TypeError:
+        raise InvalidInputError(f"{accepted}; received {shortened(value)}.") from None
+    if not least <= number <= LARGEST_COUNT:
+        raise InvalidInputError(f"{accepted}; received {shortened(number)}.")
+    return number
+
+
+def parse_whole_number(text: str, name: str, *, least: int = 1) -> int:
+    """Read a count that a person typed: digits, with `_` between them if they like.
+
+    >>> parse_whole_number("10_000", "samples")
+    10000
+    >>> parse_whole_number("10,000", "samples")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    batchwright.errors.InvalidInputError: samples must be a whole number ..., such as 32 or 10_000; received '10,000'.
+    """
+    try:
+        # int() reads at most 4300 digits and raises ValueError beyond, which is just what is wanted here.
+        number = int(text) if text.isascii() else None
+    except ValueError:
+        number = None
+    if number is None:
+        raise InvalidInputError(
+            f"{name} must be a whole number from {least} to 10^15, such as 32 or 10_000; received {shortened(text)}."
+        )
+    return whole_number(number, name, least=least)
+
+
+def positive_seconds(value: object, name: str) -> float:
+    """Return `value` as seconds, or say why it is not a usable duration.
+
+    >>> positive_seconds("0.11", "time of micro-batch 4")
+    0.11
+    >>> positive_seconds("fast", "time of micro-batch 4")
+    Traceback (most recent call last):
+    ...
+    batchwright.errors.InvalidInputError: time of micro-batch 4 must be a positive number of seconds; received 'fast'.
+    """
+    try:
+        seconds = float(value)  # type: ignore[arg-type]  # the call itself is the check
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0) or isinstance(value, bool):
+        raise InvalidInputError(f"{name} must be a positive number of seconds; received {shortened(value)}.")
+    return seconds
+
+
+def shortened(value: object, width: int = 40) -> str:
+    """Return the `repr` of a value received, cut where it would flood an error message.
+
+    >>> shortened(10**60)
+    '1000000000000000000...00000000000000000'
+    """
+    # A number of more than 4300 digits refuses to become text at all.
+    text = (
+        f"a number of {value.bit_length()} bits"
+        if isinstance(value, int) and value.bit_length() > 9999
+        else repr(value)
+    )
+    head, tail = (width - 3 + 1) // 2, (width - 3) // 2 - 1
+    return text if len(text) <= width else f"{text[:head]}...{text[-tail:]}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a count with its noun in the right number.
+
+    >>> counted(1, "update"), counted(2500, "update"), counted(2, "micro-batch")
+    ('1 update', '2,500 updates', '2 micro-batches')
+    """
+    plural = f"{noun}es" if noun.endswith(("ch", "s", "sh", "x")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write bytes in the largest binary unit that keeps the number at one or more.
+
+    >>> format_bytes(512), format_bytes(1536), format_bytes(25.7 * 2**30)
+    ('512 B', '1.5 KiB', '25.7 GiB')
+    """
+    amount, unit = float(num_bytes), 0
+    while abs(amount) >= 1024 and unit < len(_BINARY_UNITS) - 1:
+        amount, unit = amount / 1024, unit + 1
+    return (
+        f"{amount:.0f} B"
+        if unit == 0
+        else f"{amount:.3g} {_BINARY_UNITS[unit]}"
+        if amount < 1000
+        else f"{amount:,.0f} {_BINARY_UNITS[unit]}"
+    )

@@ -1,0 +1,69 @@
+"""What the command imports, seen from a fresh interpreter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import click
+import pytest
+
+from batchwright import cli
+
+WATCH = """
+import json, sys
+from batchwright import cli
+try:
+    cli.main(sys.argv[1:])
+except SystemExit as leaving:
+    code = leaving.code
+print("\\n" + json.dumps([code, sorted(m for m in sys.modules if "." not in m)]))
+"""
+
+
+def imported_by(*args: str) -> set[str]:
+    done = subprocess.run([sys.executable, "-c", WATCH, *args], capture_output=True, text=True, check=True)
+    code, modules = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0, done.stderr
+    return set(modules)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["plan", "1024", "--micro-batch", "48", "--devices", "4", "--samples", "100000", "--times", "4=0.1,8=0.2"],
+        ["plan", "32", "--micro-batch", "8", "--for", "transformers"],
+        ["plan", "32", "--micro-batch", "8", "--json"],
+        ["advise", "slow", "--micro-batch", "4"],
+        ["explain", "accumulation"],
+    ],
+)
+def test_planning_never_imports_torch_or_numpy(args: list[str]) -> None:
+    assert not {"torch", "numpy"} & imported_by(*args)
+
+
+def test_help_imports_none_of_them_nor_rich() -> None:
+    assert not {"torch", "numpy", "rich"} & imported_by("--help")
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import sys, batchwright; print(sorted({'torch', 'numpy', 'rich', 'click'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_help_lines_of_the_group_are_those_of_the_commands() -> None:
+    context = click.Context(cli.group)
+    for name, line in cli.COMMANDS.items():
+        command = cli.group.get_command(context, name)
+        assert command is not None
+        assert command.name == name
+        assert (command.help or "").splitlines()[0] == line
+
+
+def test_python_m_batchwright_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "batchwright", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("batchwright ")

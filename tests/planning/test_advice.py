@@ -1,0 +1,89 @@
+"""Advice: the settings it proposes, and the learning rate that goes with them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import batchwright as bw
+from batchwright.errors import InvalidInputError
+from batchwright.planning.advice import PROBLEMS
+
+
+def settings_of(advice: bw.Advice) -> list[tuple[int, int, int]]:
+    return [(o.after.micro_batch, o.after.accumulation, o.after.effective_batch) for o in advice.options]
+
+
+def test_out_of_memory_at_eight_splits_in_halves_down_to_one() -> None:
+    assert settings_of(bw.advise("out-of-memory", micro_batch=8, devices=5)) == [(4, 2, 40), (2, 4, 40), (1, 8, 40)]
+
+
+def test_unstable_doubles_the_effective_batch_on_purpose_and_keeps_the_rate() -> None:
+    advice = bw.advise("unstable", micro_batch=4, accumulation=4, devices=5, learning_rate=1e-5)
+    assert settings_of(advice)[0] == (4, 8, 160)
+    assert advice.options[0].after.learning_rate == 1e-5
+    assert advice.options[2].after.learning_rate == 5e-6
+
+
+@pytest.mark.parametrize(("optimizer", "rate"), [("sgd", 2e-5), ("AdamW", 2**0.5 * 1e-5)])
+def test_a_larger_batch_takes_the_rate_of_its_optimizer(optimizer: str, rate: float) -> None:
+    advice = bw.advise("slow", micro_batch=4, accumulation=4, devices=5, learning_rate=1e-5, optimizer=optimizer)
+    assert settings_of(advice) == [(8, 2, 80), (8, 4, 160)]
+    assert advice.options[1].after.learning_rate == pytest.approx(rate)
+
+
+def test_slow_fills_what_fits_and_stops_at_the_critical_batch() -> None:
+    advice = bw.advise("slow", micro_batch=4, accumulation=4, max_micro_batch=16, critical_batch=16)
+    assert settings_of(advice) == [(16, 1, 16)]
+    assert "at or above the critical batch 16" in advice.further[0]
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(
+    problem=st.sampled_from(PROBLEMS),
+    micro_batch=st.integers(1, 200),
+    accumulation=st.integers(1, 50),
+    devices=st.integers(1, 9),
+    cap=st.one_of(st.none(), st.integers(1, 300)),
+)
+def test_no_option_repeats_the_setting_or_breaks_its_promise(
+    problem: str, micro_batch: int, accumulation: int, devices: int, cap: int | None
+) -> None:
+    advice = bw.advise(
+        problem, micro_batch=micro_batch, accumulation=accumulation, devices=devices, max_micro_batch=cap
+    )
+    for option in advice.options:
+        assert option.after != advice.before or option.learning_rate_factor != 1.0
+        if problem == "out-of-memory":
+            assert option.after.micro_batch < micro_batch
+            assert cap is None or option.after.micro_batch <= max(cap, micro_batch - 1)
+        if problem == "slow" and cap is not None and cap >= micro_batch:
+            assert option.after.micro_batch <= cap
+    json.dumps(advice.to_dict(), allow_nan=False)
+
+
+def test_a_micro_batch_of_one_leaves_other_means() -> None:
+    advice = bw.advise("oom", micro_batch=1)
+    assert advice.options == ()
+    assert "cannot be split" in advice.further[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"problem": "sad"}, "problem must be one of out-of-memory, unstable, slow; received 'sad'."),
+        ({"micro_batch": 0}, "micro-batch must be"),
+        ({"optimizer": "wishful"}, "no learning-rate rule is known for optimizer 'wishful'; known are"),
+        ({"learning_rate": -1}, "learning rate must be a positive number"),
+        ({"learning_rate": float("nan")}, "learning rate must be a positive number"),
+        ({"micro_batch": 10**9, "accumulation": 10**9}, "effective batch (micro-batch x accumulation x devices)"),
+    ],
+)
+def test_wrong_values_are_named(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInputError) as error:
+        bw.advise(**{"problem": "slow", "micro_batch": 4, **arguments})
+    assert said in str(error.value)

@@ -1,0 +1,54 @@
+"""The docs are true: what is generated is up to date, and every command and option is spoken of."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import pytest
+
+from batchwright import __version__, cli
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def load_generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_docs", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    for path, text in load_generator().generate_pages().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.relative_to(ROOT)} is stale: run make docs"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_and_option_is_spoken_of_on_its_own_page(name: str) -> None:
+    command = cli.group.get_command(click.Context(cli.group), name)
+    assert command is not None
+    page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    assert f"batchwright {name}" in page
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert max(parameter.opts, key=len) in page, f"docs/{name}.md does not speak of {parameter.opts}"
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+def test_the_changelog_speaks_of_this_version() -> None:
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -1,0 +1,80 @@
+"""Every block of the README and of the pages runs as printed.
+
+`console` blocks hold commands behind `$ ` and what they print; `python` blocks are executed; a block behind the
+comment `<!-- gpu -->` is compiled only. Lines that call make are passed over: they would run these tests again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"(<!-- gpu -->\n)?^```(console|bash|python)\n(.*?)^```", re.M | re.S)
+
+
+class Block(NamedTuple):
+    page: str
+    needs_gpu: bool
+    language: str
+    text: str
+
+
+def find_blocks(page: Path) -> dict[str, Block]:
+    text = page.read_text(encoding="utf-8")
+    return {
+        f"{page.name}:{text[: match.start()].count(chr(10)) + 1}": Block(page.name, bool(match[1]), match[2], match[3])
+        for match in FENCE.finditer(text)
+    }
+
+
+BLOCKS = {place: block for page in PAGES for place, block in find_blocks(page).items()}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the blocks of one run share, so that a file that one block writes is there for the next."""
+    return tmp_path_factory.mktemp("readme")
+
+
+@pytest.mark.parametrize("place", BLOCKS)
+def test_block_runs_as_printed(place: str, workplace: Path) -> None:
+    block = BLOCKS[place]
+    if block.language == "python":
+        run_python(block)
+    elif block.language == "bash":
+        lines = [line for line in block.text.splitlines() if not line.startswith(("make", "git clone", "cd ", "pip "))]
+        assert run_shell("\n".join(lines), workplace).returncode == 0
+    else:
+        for command, expected in transcripts(block.text):
+            if not command.startswith("make"):
+                done = run_shell(command, workplace)
+                assert (done.stdout + done.stderr).rstrip() == expected.rstrip(), command
+
+
+def run_python(block: Block) -> None:
+    code = compile(block.text, block.page, "exec")
+    if not block.needs_gpu:
+        exec(code, {"__name__": "readme"})
+
+
+def run_shell(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=cwd, env=environment)
+
+
+def transcripts(text: str) -> list[tuple[str, str]]:
+    pieces = re.split(r"^\$ ", text, flags=re.M)[1:]
+    split = [piece.partition("\n") for piece in pieces]
+    return [(command, printed) for command, _, printed in split]
+
+
+def test_there_are_blocks_to_run() -> None:
+    assert sum(block.page == "README.md" for block in BLOCKS.values()) >= 4
