@@ -114,9 +114,8 @@ def _check(ctx: click.Context, config: str, devices: int, as_json: bool) -> int:
             f"--check reads all numbers from the file and takes only --devices; received {names}.", ctx
         )
     from batchwright.planning.config_check import check_config
-    from batchwright.report.check_text import draw_check
     from batchwright.report.console import print_answer
 
     result = check_config(config, devices=devices)
-    print_json(result.to_dict()) if as_json else print_answer(draw_check(result))
+    print_json(result.to_dict()) if as_json else print_answer(result)
     return 0 if result.agrees else 1

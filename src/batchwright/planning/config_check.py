@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
 from batchwright.planning.batch_triangle import AUTO, MICRO, STEPS, TOTAL, Number, judge_triangle
 from batchwright.planning.config_file import read_config
 from batchwright.units import shortened, whole_number
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 # transformers 5.22: TrainingArguments(per_device_train_batch_size=8, gradient_accumulation_steps=1)
 _DEFAULT_PER_DEVICE = 8
@@ -48,14 +51,19 @@ class ConfigCheck:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the check as plain data, the same as `batchwright plan --check FILE --json` prints."""
-        data = asdict(self)
-        return {
-            "schema": 1,
-            "source": "formula",
-            **data,
-            "findings": list(self.findings),
-            "changes": list(self.changes),
-        }
+        lists = {"findings": list(self.findings), "changes": list(self.changes)}
+        return {"schema": 1, "source": "formula", **asdict(self), **lists}
+
+    def __rich__(self) -> RenderableType:
+        from batchwright.report.check_text import draw_check
+
+        return draw_check(self)
+
+    def _repr_html_(self) -> str:
+        from batchwright.report.check_text import check_remarks, summarize_check
+        from batchwright.report.html import table_to_html
+
+        return table_to_html(summarize_check(self), [], check_remarks(self))
 
 
 def check_config(path: str | Path, *, devices: int = 1) -> ConfigCheck:

@@ -32,8 +32,8 @@ def advice_columns(advice: Advice) -> Columns:
         ("", ["now", *(option.title for option in advice.options)]),
         ("micro-batch", [f"{setting.micro_batch:,}" for setting in settings]),
         ("accumulation", [f"{setting.accumulation:,}" for setting in settings]),
-        ("effective batch", [_effective(setting, advice.before) for setting in settings]),
-        ("learning rate", [_rate(advice.before), *(_rate(o.after, o) for o in advice.options)]),
+        ("effective\nbatch", [_effective(setting, advice.before) for setting in settings]),
+        ("learning\nrate", [_rate(advice.before), *(_rate(o.after, o) for o in advice.options)]),
     ]
 
 

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from batchwright.units import counted
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import RenderableType
 
     from batchwright.planning.config_check import ConfigCheck
 
+_KINDS = {"deepspeed": "DeepSpeed config", "transformers": "TrainingArguments"}
 
-def check_lines(check: ConfigCheck) -> list[str]:
-    """Say the verdict, what it rests on and what to change, a line each."""
+
+def summarize_check(check: ConfigCheck) -> str:
+    """Say the verdict in one line."""
     verdict = "agrees" if check.agrees else "disagrees"
-    kind = "DeepSpeed config" if check.kind == "deepspeed" else "TrainingArguments"
-    lines = [f"{check.path}: {kind} {verdict} for {check.devices:,} device{'s' if check.devices != 1 else ''}"]
-    lines += [f"  {finding}" for finding in check.findings]
+    return f"{check.path}: {_KINDS[check.kind]} {verdict} for {counted(check.devices, 'device')}"
+
+
+def check_remarks(check: ConfigCheck) -> Iterator[str]:
+    """Say what the verdict rests on and what to change, a line each."""
+    for finding in check.findings:
+        yield f"  {finding}"
     if check.changes:
-        lines.append("change one of these:" if len(check.changes) > 1 and check.kind == "deepspeed" else "change:")
-        lines += [f"  {change}" for change in check.changes]
-    return lines
+        # DeepSpeed's three numbers agree again after any one of the changes; arguments need all of theirs.
+        yield "change one of these:" if check.kind == "deepspeed" and len(check.changes) > 1 else "change:"
+    for change in check.changes:
+        yield f"  {change}"
 
 
 def draw_check(check: ConfigCheck) -> RenderableType:
@@ -27,5 +38,4 @@ def draw_check(check: ConfigCheck) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    first, *rest = check_lines(check)
-    return Group(Text(first, style="bold"), *(Text(line) for line in rest))
+    return Group(Text(summarize_check(check), style="bold"), *(Text(remark) for remark in check_remarks(check)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+# A heading may hold a line break, for terminals of 80 columns; in HTML that is just a space.
 Columns = list[tuple[str, list[str]]]
 
 

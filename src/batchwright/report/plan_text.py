@@ -42,12 +42,12 @@ def plan_columns(plan: Plan) -> Columns:
     columns = [
         ("micro-batch", [_size(row.smallest_micro_batch, row.micro_batch) for row in rows]),
         ("accumulation", [f"{row.accumulation:,}" for row in rows]),
-        ("effective batch", [f"{row.effective_batch:,}" for row in rows]),
+        ("effective\nbatch", [f"{row.effective_batch:,}" for row in rows]),
     ]
     if plan.epoch:
-        columns.append(("forwards/epoch", [f"{row.forwards_per_epoch:,}" for row in rows]))
-        columns.append(("updates/epoch", [f"{row.updates_per_epoch:,}" for row in rows]))
-    columns.append(("relative time", [_time(row) for row in rows]))
+        columns.append(("forwards\n/epoch", [f"{row.forwards_per_epoch:,}" for row in rows]))
+        columns.append(("updates\n/epoch", [f"{row.updates_per_epoch:,}" for row in rows]))
+    columns.append(("relative\ntime", [_time(row) for row in rows]))
     columns.append(("activations", [f"{row.relative_activations:.3g}x" for row in rows]))
     if any(row.peak_bytes is not None for row in rows):
         columns.append(("peak", [format_bytes(row.peak_bytes or 0) for row in rows]))

@@ -19,11 +19,10 @@ def draw_table(summary: str, columns: Columns, remarks: Iterable[str], *, left: 
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for number, (heading, cells) in enumerate(columns):
-        # On a narrow terminal a heading folds; a number never does.
-        width = max((len(cell) for cell in cells), default=0)
-        table.add_column(heading, justify="left" if number < left else "right", min_width=width)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for number, (heading, _) in enumerate(columns):
+        # Never folded: half a number is a wrong number.
+        table.add_column(heading, justify="left" if number < left else "right", no_wrap=True)
     for number, row in enumerate(zip(*(cells for _, cells in columns), strict=True)):
         table.add_row(*row, style="bold" if number == 0 else None)
     return Group(Text(summary, style="bold"), Text(), table, Text(), *(Text(remark) for remark in remarks))
