@@ -3,6 +3,7 @@
 BatchwrightError
 ├── InvalidInputError     (also ValueError)   a value that cannot be used, or is out of range
 ├── NotExpressibleError   (also ValueError)   a plan that this framework has no words for
+├── CannotTraceError                          a step whose memory cannot be predicted without running it
 └── MissingExtraError     (also ImportError)  a package that belongs to an extra is not installed
 
 Each carries the exit code that the command ends with. The message says what was asked, what happened and
@@ -47,6 +48,12 @@ class NotExpressibleError(BatchwrightError, ValueError):
     """A plan that is right, but that the named framework has no setting for."""
 
     exit_code = 2
+
+
+class CannotTraceError(BatchwrightError):
+    """A step that needs real values, or an operator with no shape rule: it can be run, not predicted."""
+
+    exit_code = 3
 
 
 class MissingExtraError(BatchwrightError, ImportError):

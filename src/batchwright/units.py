@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 
 from batchwright.errors import InvalidInputError
 
@@ -76,7 +77,8 @@ def positive_seconds(value: object, name: str) -> float:
         seconds = float(value)  # type: ignore[arg-type]  # the call itself is the check
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0) or isinstance(value, bool):
+    # From a nanosecond to thirty years: beyond it sums overflow, and nobody measured it.
+    if not 1e-9 <= seconds <= 1e9 or isinstance(value, bool):
         raise InvalidInputError(f"{name} must be a positive number of seconds; received {shortened(value)}.")
     return seconds
 
@@ -123,3 +125,35 @@ def format_bytes(num_bytes: float) -> str:
         if amount < 1000
         else f"{amount:,.0f} {_BINARY_UNITS[unit]}"
     )
+
+
+# Binary where the unit says so (GiB) and where people mean it without saying (24g, as for docker and java);
+# decimal for GB, as drives and cloud price lists have it.
+_UNIT_BYTES = {
+    **{unit: 1024**power for power, name in enumerate(("k", "m", "g", "t", "p"), 1) for unit in (name, f"{name}ib")},
+    **{f"{name}b": 1000**power for power, name in enumerate(("k", "m", "g", "t", "p"), 1)},
+    "": 1,
+    "b": 1,
+}
+
+
+def parse_bytes(value: str | int, name: str = "memory") -> int:
+    """Read an amount of memory: 24GiB, 24GB, 24g, 1.5 TiB, or plain bytes.
+
+    >>> parse_bytes("24GiB"), parse_bytes("24GB"), parse_bytes("24g"), parse_bytes("1.5 KiB")
+    (25769803776, 24000000000, 25769803776, 1536)
+    >>> parse_bytes("lots")
+    Traceback (most recent call last):
+    ...
+    batchwright.errors.InvalidInputError: memory must be an amount such as 24GiB, 24GB or 24g; received 'lots'.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return whole_number(value, name)
+    match = (
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower(), re.ASCII) if isinstance(value, str) else None
+    )
+    unit = _UNIT_BYTES.get(match[2]) if match else None
+    num_bytes = int(float(match[1]) * unit) if match and unit else 0
+    if not 1 <= num_bytes <= LARGEST_COUNT:
+        raise InvalidInputError(f"{name} must be an amount such as 24GiB, 24GB or 24g; received {shortened(value)}.")
+    return num_bytes

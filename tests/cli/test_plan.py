@@ -54,6 +54,13 @@ def test_for_and_json_give_both(run: Run) -> None:
     data = json.loads(run("plan", "32", "--micro-batch", "8", "--for", "lightning", "--json").out)
     assert data["config"]["trainer"]["accumulate_grad_batches"] == data["accumulation"] == 4
     assert data["snippet"].startswith("# micro-batch 8")
+    assert data["framework"] == "lightning"
+
+
+def test_for_says_what_the_framework_has_no_word_for(run: Run) -> None:
+    ran = run("plan", "32", "--micro-batch", "8", "--for", "DeepSpeed", "--workers", "4", "--policy", "EXACT")
+    assert json.loads(ran.out)["gradient_accumulation_steps"] == 4
+    assert "has no setting for workers" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -123,9 +130,21 @@ def test_a_closed_pipe_is_no_error() -> None:
     import subprocess
     import sys
 
-    command = f"{sys.executable} -m batchwright plan 32 --micro-batch 32 --json | head -c 5"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    # The reader is gone before the first byte is written.
+    command = f"{sys.executable} -m batchwright plan 32 --micro-batch 32 --json | (exec <&-; sleep 1)"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stderr == ""
+
+
+def test_a_full_disk_is_one_message() -> None:
+    import subprocess
+    import sys
+
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "batchwright", "plan", "32", "--micro-batch", "32"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "Error: cannot write the answer: No space left on device.\n"
 
 
 def test_an_unknown_command_names_the_nearest(run: Run) -> None:

@@ -16,14 +16,25 @@ def columns(line: str) -> int:
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in line)
 
 
+def split_fences(text: str) -> tuple[list[str], list[str]]:
+    pieces = text.split("```")
+    assert len(pieces) % 2 == 1, "a fence is left open"
+    return [line for piece in pieces[::2] for line in piece.splitlines()], [
+        line for piece in pieces[1::2] for line in piece.splitlines()
+    ]
+
+
 @pytest.mark.parametrize("lang", LANGUAGES)
 @pytest.mark.parametrize("topic", TOPICS)
 def test_a_page_has_its_form(topic: str, lang: str) -> None:
     page = read_page(topic, lang)
     assert page.title
     assert columns(page.summary) <= 90
-    assert max(map(columns, page.text.splitlines())) <= 88
-    assert page.text.count("```") % 2 == 0
+    prose, pictures = split_fences(page.text)
+    # A drawn code block loses two columns of an 80-column terminal. Chinese is not folded by hand: a renderer puts
+    # a space where the line breaks.
+    assert max(map(columns, pictures)) <= 78
+    assert lang == "zh" or max(map(columns, prose)) <= 88
 
 
 @pytest.mark.parametrize("topic", TOPICS)

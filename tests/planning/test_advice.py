@@ -27,6 +27,13 @@ def test_unstable_doubles_the_effective_batch_on_purpose_and_keeps_the_rate() ->
     assert settings_of(advice)[0] == (4, 8, 160)
     assert advice.options[0].after.learning_rate == 1e-5
     assert advice.options[2].after.learning_rate == 5e-6
+    assert not any(option.follows_rule for option in advice.options)
+
+
+def test_unstable_above_the_critical_batch_leaves_the_batch_alone() -> None:
+    advice = bw.advise("unstable", micro_batch=4, accumulation=4, critical_batch=16)
+    assert [option.title for option in advice.options] == ["halve the learning rate"]
+    assert "hardly the cure" in advice.further[0]
 
 
 @pytest.mark.parametrize(("optimizer", "rate"), [("sgd", 2e-5), ("AdamW", 2**0.5 * 1e-5)])
@@ -48,28 +55,51 @@ def test_slow_fills_what_fits_and_stops_at_the_critical_batch() -> None:
     micro_batch=st.integers(1, 200),
     accumulation=st.integers(1, 50),
     devices=st.integers(1, 9),
-    cap=st.one_of(st.none(), st.integers(1, 300)),
+    room=st.one_of(st.none(), st.integers(0, 9)),
+    critical=st.one_of(st.none(), st.integers(1, 3000)),
 )
 def test_no_option_repeats_the_setting_or_breaks_its_promise(
-    problem: str, micro_batch: int, accumulation: int, devices: int, cap: int | None
+    problem: str, micro_batch: int, accumulation: int, devices: int, room: int | None, critical: int | None
 ) -> None:
+    cap = None if room is None else micro_batch + room
+    if problem == "out-of-memory" and room is not None:
+        cap = max(1, micro_batch - 1 - room)
+        if cap >= micro_batch:
+            return
     advice = bw.advise(
-        problem, micro_batch=micro_batch, accumulation=accumulation, devices=devices, max_micro_batch=cap
+        problem,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        devices=devices,
+        max_micro_batch=cap,
+        critical_batch=critical,
     )
+    before = advice.before.effective_batch
+    assert len({(o.after, o.learning_rate_factor) for o in advice.options}) == len(advice.options)
     for option in advice.options:
         assert option.after != advice.before or option.learning_rate_factor != 1.0
+        assert cap is None or option.after.micro_batch <= cap
+        if problem == "out-of-memory" or option.title == "fewer, larger passes":
+            assert option.after.effective_batch == before
+            assert option.learning_rate_factor == 1.0
         if problem == "out-of-memory":
             assert option.after.micro_batch < micro_batch
-            assert cap is None or option.after.micro_batch <= max(cap, micro_batch - 1)
-        if problem == "slow" and cap is not None and cap >= micro_batch:
-            assert option.after.micro_batch <= cap
+        if option.title == "larger effective batch":
+            assert option.after.effective_batch > before
+            assert critical is None or option.after.effective_batch <= critical
     json.dumps(advice.to_dict(), allow_nan=False)
+    assert str(advice).startswith(problem)
 
 
 def test_a_micro_batch_of_one_leaves_other_means() -> None:
     advice = bw.advise("oom", micro_batch=1)
     assert advice.options == ()
-    assert "cannot be split" in advice.further[0]
+    assert "cannot be split" in advice._repr_html_()
+
+
+def test_sharding_is_named_only_where_there_are_devices() -> None:
+    assert not any("shard" in line for line in bw.advise("oom", micro_batch=8).further)
+    assert any("over the 5 devices" in line for line in bw.advise("oom", micro_batch=8, devices=5).further)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +109,9 @@ def test_a_micro_batch_of_one_leaves_other_means() -> None:
         ({"micro_batch": 0}, "micro-batch must be"),
         ({"optimizer": "wishful"}, "no learning-rate rule is known for optimizer 'wishful'; known are"),
         ({"learning_rate": -1}, "learning rate must be a positive number"),
+        ({"learning_rate": 1.7e308}, "learning rate must be a positive number"),
+        ({"max_micro_batch": 3}, "micro-batch 4 is above the largest that fits, 3"),
+        ({"problem": "oom", "max_micro_batch": 4}, "says that micro-batch 4 fits"),
         ({"learning_rate": float("nan")}, "learning rate must be a positive number"),
         ({"micro_batch": 10**9, "accumulation": 10**9}, "effective batch (micro-batch x accumulation x devices)"),
     ],

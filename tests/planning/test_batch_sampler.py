@@ -84,5 +84,9 @@ def test_a_sampler_needs_samples_and_an_existing_rank() -> None:
     plan = bw.plan(8, micro_batch=4, devices=2)
     with pytest.raises(InvalidInputError, match="number of samples"):
         plan.batch_sampler(0)
+    with pytest.raises(InvalidInputError, match="seed must be"):
+        plan.batch_sampler(0, samples=64, seed=-1)
+    with pytest.raises(InvalidInputError, match="epoch must be"):
+        plan.batch_sampler(0, samples=64).set_epoch(-1)
     with pytest.raises(InvalidInputError, match="rank 2 does not exist in a plan for 2 devices"):
         plan.batch_sampler(2, samples=64)

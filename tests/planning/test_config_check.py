@@ -87,6 +87,33 @@ def test_training_arguments_in_json_and_yaml(tmp_path: Path) -> None:
     assert from_json.agrees
     assert from_json.effective_batch == from_yaml.effective_batch == 80
     assert from_yaml.findings == ("4 x 4 x 5 devices = 80",)
+    assert str(from_yaml).endswith("args.yaml: TrainingArguments agrees for 5 devices")
+
+
+def test_auto_beside_numbers_still_has_to_divide(tmp_path: Path) -> None:
+    config = {"train_batch_size": 100, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": "auto"}
+    check = bw.check_config(write(tmp_path / "ds.json", config), devices=4)
+    assert not check.agrees
+    assert check.changes == ("train_batch_size: 100 -> 96", "train_batch_size: 100 -> 108")
+
+
+def test_a_deepspeed_config_is_recognised_by_its_sections(tmp_path: Path) -> None:
+    config = {"gradient_accumulation_steps": 4, "fp16": {"enabled": True}}
+    assert not bw.check_config(write(tmp_path / "ds.json", config)).agrees
+
+
+def test_a_key_that_deepspeed_ignores_is_named_also_inside_arguments(tmp_path: Path) -> None:
+    inner = {"train_batch_size": 64.0, "train_micro_batch_size": 4}
+    check = bw.check_config(write(tmp_path / "ds.json", inner), devices=4)
+    assert check.effective_batch == 64
+    assert "'train_micro_batch_size' is not a key of DeepSpeed" in check.findings[1]
+    outer = {"per_device_train_batch_size": 4, "deepspeed": {"train_micro_batch_size": 3}}
+    assert not bw.check_config(write(tmp_path / "args.json", outer), devices=4).agrees
+
+
+def test_auto_find_batch_size_is_warned_of(tmp_path: Path) -> None:
+    content = {"per_device_train_batch_size": 4, "auto_find_batch_size": True}
+    assert "the effective batch falls" in bw.check_config(write(tmp_path / "args.json", content)).findings[-1]
 
 
 def test_what_is_not_set_is_taken_at_the_default_and_said(tmp_path: Path) -> None:
@@ -126,6 +153,15 @@ def test_training_arguments_are_compared_with_the_deepspeed_config_they_name(tmp
         ("a.json", "[1, 2]", "a mapping of settings is expected"),
         ("a.json", '{"lr": 1}', "neither a DeepSpeed config nor a file of TrainingArguments"),
         ("a.json", '{"train_batch_size": 64, "train_batch_size": 32}', "sets 'train_batch_size' twice"),
+        ("a.yaml", "per_device_train_batch_size: 4\nper_device_train_batch_size: 8", "twice"),
+        ("a.yaml", "{per_device_train_batch_size: 0}", "received 0."),
+        ("a.json", '{"train_batch_size": 64, "per_device_train_batch_size": 8}', "not clear which of the two reads it"),
+        (
+            "a.json",
+            '{"per_device_train_batch_size": 4, "deepspeed": "a\\u0000b"}',
+            "a file name or a mapping is expected",
+        ),
+        ("a.json", '{"per_device_train_batch_size": 4, "deepspeed": ""}', "a file name or a mapping is expected"),
         ("a.json", '{"train_batch_size": 0}', "must be a whole number from 1 to 10^15; received 0."),
         ("a.json", '{"train_batch_size": 2.5}', "received 2.5."),
         ("a.json", '{"train_batch_size": "many"}', "received 'many'."),
@@ -148,6 +184,12 @@ def test_a_missing_file_names_what_is_there(tmp_path: Path) -> None:
     write(tmp_path / "ds_config.json", {})
     with pytest.raises(InvalidInputError, match=r"one of ds_config\.json in the same folder"):
         bw.check_config(tmp_path / "ds_confg.json")
+
+
+@pytest.mark.parametrize("path", ["", None, 7, "a\0b"])
+def test_a_path_that_is_none_is_refused(path: Any) -> None:
+    with pytest.raises(InvalidInputError, match="named by its path"):
+        bw.check_config(path)
 
 
 def test_a_folder_or_a_binary_file_is_said_to_be_one(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_the_pytorch_loop_trains_like_whole_batches(policy: str, drop_last: bool
     optimizer, twin_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
     loss_fn = torch.nn.MSELoss()
     names = {"train_set": data, "model": model, "optimizer": optimizer, "loss_fn": loss_fn, "epochs": 2}
+    names["eval_set"] = data
     exec(plan.snippet("pytorch"), names)
     batch = plan.effective_batch
     read_per_epoch = len(data.order) // 2
@@ -73,7 +74,7 @@ model = module = torch.nn.Linear(4, 1, dtype=torch.float64)
 torch.nn.init.constant_(module.weight, 0.5)
 torch.nn.init.constant_(module.bias, 0.0)
 optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-loss_fn, epochs = torch.nn.MSELoss(), 1
+loss_fn, epochs, eval_set = torch.nn.MSELoss(), 1, train_set
 exec(Path(sys.argv[1]).read_text())
 torch.save(module.state_dict(), f"{sys.argv[1]}.{torch.distributed.get_rank()}.pt")
 torch.distributed.destroy_process_group()
@@ -130,9 +131,20 @@ def test_eval_micro_batch_and_workers_reach_those_that_have_them(framework: str)
     text = plan.snippet(framework)
     if framework not in ("deepspeed", "torchtitan"):
         assert "37" in text
-        assert "61" in text or framework == "pytorch"
+        assert "61" in text
     if framework != "deepspeed":
         compile(text, framework, "exec")
+
+
+def test_what_a_framework_has_no_word_for_is_named() -> None:
+    from batchwright.planning.dialects.registry import unspoken_settings
+
+    plan = bw.plan(80, micro_batch=4, devices=5, eval_micro_batch=61, workers=37, drop_last=True)
+    assert unspoken_settings(plan, "deepspeed") == ["eval micro-batch", "workers"]
+    assert plan.to("deepspeed")["dataloader_drop_last"] is True
+    assert unspoken_settings(plan, "torchtitan") == ["eval micro-batch", "workers", "drop_last"]
+    assert unspoken_settings(plan, "transformers") == []
+    assert "--num_processes 5" in plan.snippet("accelerate")
 
 
 def test_unknown_frameworks_are_named_with_the_nearest() -> None:

@@ -74,6 +74,7 @@ def test_epoch_agrees_with_walking_it(
 
 def test_the_comparison_of_10_000_samples_at_effective_batch_32() -> None:
     table = bw.plan(32, micro_batch=32, samples=10_000, drop_last=True).table
+    assert table[-1].micro_batch == 1
     columns = [
         (r.micro_batch, r.accumulation, r.effective_batch, r.forwards_per_epoch, r.updates_per_epoch) for r in table
     ]
@@ -127,6 +128,22 @@ def test_to_dict_carries_the_agreed_keys() -> None:
     assert json.loads(json.dumps(data, allow_nan=False)) == data
 
 
+def test_the_largest_equal_split_that_reaches_the_target_is_in_the_table() -> None:
+    table = bw.plan(1024, micro_batch=48, devices=4).table
+    assert (32, 8, 1024) in [(row.micro_batch, row.accumulation, row.effective_batch) for row in table]
+    assert [row.micro_batch for row in table] == sorted((row.micro_batch for row in table), reverse=True)
+
+
+def test_notes_say_what_the_numbers_do_not() -> None:
+    assert "no update in an epoch" in bw.plan(32, micro_batch=8, samples=16, drop_last=True).notes[0]
+    assert "3 micro-batches of 0 samples at weight 0" in bw.plan(5, micro_batch=1, devices=4, policy="exact").notes[0]
+    assert "policy 'exact' reaches 1,024" in bw.plan(1024, micro_batch=48, devices=4).notes[0]
+
+
+def test_a_table_is_never_longer_than_a_person_reads() -> None:
+    assert len(bw.plan(10**9, micro_batch=10**9).table) <= 13
+
+
 def test_estimate_fills_the_peak_of_each_row() -> None:
     plan = bw.plan(32, micro_batch=8, estimate=lambda micro_batch: 1000 + 10 * micro_batch)
     assert [row.peak_bytes for row in plan.table] == [1080, 1040, 1020, 1010]
@@ -151,6 +168,9 @@ def test_estimate_fills_the_peak_of_each_row() -> None:
         ({"times": {0: 1.0}}, "micro-batch in times must be"),
         ({"times": {4: -1.0}}, "time of micro-batch 4 must be a positive number of seconds; received -1.0."),
         ({"times": {}}, "no times received"),
+        ({"drop_last": "no"}, "drop_last must be True or False; received 'no'."),
+        ({"estimate": 5}, "estimate must be a function"),
+        ({"estimate": lambda _: float("nan")}, "what estimate returns must be a whole number"),
         ({"times": 4}, "times must be a mapping"),
         ({"times": [(4, 0.1)]}, "timed points"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -46,11 +48,23 @@ def test_a_coefficient_never_goes_below_zero() -> None:
 def test_one_point_means_time_in_proportion_to_samples() -> None:
     model = fit_times({4: 0.2})
     assert model.beta == pytest.approx(0.05)
-    assert (model.alpha, model.unknown) == (0.0, ("alpha", "sigma"))
+    assert model.alpha == 0.0
 
 
-def test_whole_steps_of_one_accumulation_cannot_tell_sigma() -> None:
-    assert "sigma" in fit_times([TimedPoint(4, 1.0, 8), TimedPoint(8, 1.5, 8)]).unknown
+@pytest.mark.parametrize(
+    ("times", "unknown"),
+    [
+        ({4: 0.11, 8: 0.19}, ("sigma",)),
+        ({(4, 8): 0.95, (8, 8): 1.59}, ("alpha", "sigma")),
+        ({(4, 8): 0.95, (8, 4): 0.83}, ("beta", "sigma")),
+        ({(4, 8): 0.95, 8: 0.19}, ("alpha", "beta", "sigma")),
+        ({4: 0.11, 8: 0.19, (4, 8): 0.95}, ()),
+        ({1_000_000: 1.0, 1_000_001: 1.0000005}, ("alpha", "beta", "sigma")),
+        ({4: 0.11}, ("alpha", "beta", "sigma")),
+    ],
+)
+def test_what_the_points_cannot_tell_is_named(times: dict[Any, float], unknown: tuple[str, ...]) -> None:
+    assert fit_times(times).unknown == unknown
 
 
 def test_relative_time_of_each_split_follows_the_measurements() -> None:
@@ -68,7 +82,8 @@ def test_without_measurements_the_times_are_called_a_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "4", "4=", "=1", "x8=1", "4x=1", "4=nan", "4=inf", "4=0", "4=0.1,,8=0.2", "4:0.1"]
+    "text",
+    ["", "4", "4=", "=1", "x8=1", "4x=1", "4=nan", "4=inf", "4=0", "4=0.1,,8=0.2", "4:0.1", "4=1e308", "4=1e-320"],
 )
 def test_times_that_cannot_be_read_are_refused(text: str) -> None:
     with pytest.raises(InvalidInputError):

@@ -98,6 +98,13 @@ def _run(args: list[str] | None) -> int:
         # The reader went away (`| head`): not our error, and Python must not complain about it at exit either.
         sys.stderr.close()
         return 0
+    except OSError as error:
+        # What we read is read elsewhere, with messages of its own: this is the output (a full disk).
+        if error.filename is not None:
+            raise
+        click.echo(f"Error: cannot write the answer: {error.strerror or error}.", err=True)
+        sys.stdout = None  # or Python would try again at exit
+        return 1
     except Exception as error:
         from batchwright.errors import BatchwrightError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from batchwright.cli.options import Count, NumbersCommand, json_option, print_json
-from batchwright.planning.dialects.registry import FRAMEWORKS
+from batchwright.planning.dialects.registry import FRAMEWORKS, unspoken_settings
 from batchwright.planning.split import POLICIES
 
 
@@ -80,11 +80,15 @@ def command(
         print_json(answer.to_dict()) if as_json else print_answer(answer)
         return 0
     settings, snippet = answer.to(framework), answer.snippet(framework)
+    unspoken = unspoken_settings(answer, framework)
     if as_json:
-        print_json({**answer.to_dict(), "framework": framework, "config": settings, "snippet": snippet})
+        said = {"framework": framework.lower(), "config": settings, "snippet": snippet, "not_in_config": unspoken}
+        print_json({**answer.to_dict(), **said})
         return 0
     # Only what is to be pasted goes to stdout, so that `> config.json` is a config.
     click.echo(str(answer), err=True)
+    if unspoken:
+        click.echo(f"{framework} has no setting for {', '.join(unspoken)}: set it where you make the loaders", err=True)
     click.echo(snippet)
     return 0
 

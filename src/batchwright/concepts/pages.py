@@ -39,6 +39,7 @@ def read_page(topic: str, lang: str = "en") -> Page:
     >>> read_page("accumulation").title
     'Accumulation'
     """
+    lang = lang.lower()
     if lang not in LANGUAGES:
         raise InvalidInputError(f"language must be one of {', '.join(LANGUAGES)}; received {shortened(lang)}.")
     name = topic.lower().replace("_", "-").replace(" ", "-")

@@ -58,6 +58,11 @@ class Advice:
             "learning_rate_rule": self.rule.to_dict(),
         }
 
+    def __str__(self) -> str:
+        from batchwright.report.advice_text import summarize_advice
+
+        return summarize_advice(self)
+
     def __rich__(self) -> RenderableType:
         from batchwright.report.advice_text import draw_advice
 
@@ -107,5 +112,20 @@ def advise(
         None if max_micro_batch is None else whole_number(max_micro_batch, "max micro-batch"),
         None if critical_batch is None else whole_number(critical_batch, "critical batch"),
     )
+    _refuse_contradiction(name, case)
     options, further = REMEDIES[name]
     return Advice(name, before, tuple(options(case)), tuple(further(case)), case.rule)
+
+
+def _refuse_contradiction(problem: str, case: Case) -> None:
+    fits, now = case.max_micro_batch, case.before.micro_batch
+    if problem == "out-of-memory" and fits is not None and fits >= now:
+        raise InvalidInputError(
+            f"max micro-batch {fits:,} says that micro-batch {now:,} fits, so it does not run out of memory.",
+            remedy="leave out max micro-batch, or give the one that really fits",
+        )
+    if problem != "out-of-memory" and fits is not None and fits < now:
+        raise InvalidInputError(
+            f"micro-batch {now:,} is above the largest that fits, {fits:,}: it runs out of memory first.",
+            remedy=f"advise out-of-memory with micro-batch {now:,} and max micro-batch {fits:,}",
+        )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from batchwright.errors import InvalidInputError
 from batchwright.planning.split import Split
+from batchwright.units import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,7 +45,7 @@ class PlanBatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order is yielded next, as torch's own distributed sampler does."""
-        self.epoch = epoch
+        self.epoch = whole_number(epoch, "epoch", least=0)
 
     def windows(self) -> Iterator[Split]:
         """Yield the split of each optimizer step in the epoch; only the last one may differ."""

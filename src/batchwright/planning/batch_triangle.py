@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from batchwright.planning.split import largest_divisor
+from batchwright.units import counted
+
 TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 AUTO = "auto"
-
-# A divisor below the micro-batch is looked for among this many sizes: a smaller one would be no use anyway.
-_NEARBY_SIZES = 4096
 
 Number = int | str | None
 
@@ -66,11 +66,13 @@ def judge_triangle(total: Number, micro_batch: Number, accumulation: Number, dev
 def _judge_auto(total: Number, micro_batch: Number, accumulation: Number, devices: int) -> Verdict:
     names = [n for n, v in ((TOTAL, total), (MICRO, micro_batch), (STEPS, accumulation)) if v == AUTO]
     finding = f"{', '.join(names)} left to the trainer ('auto')"
-    if isinstance(total, int) and total % devices:
+    # Whatever the trainer fills in, the total stays a multiple of the numbers that are there.
+    multiple = devices * (_known(micro_batch) or 1) * (_known(accumulation) or 1)
+    if isinstance(total, int) and total % multiple:
         return Verdict(
             False,
-            f"{finding}, but {TOTAL} {total:,} does not divide over {devices:,} devices",
-            changes=_divisible_totals(total, devices),
+            f"{finding}, but {TOTAL} {total:,} is not a multiple of {multiple:,}, what the other numbers come to",
+            changes=_divisible_totals(total, multiple),
         )
     if isinstance(micro_batch, int) and isinstance(accumulation, int):
         return Verdict(True, finding, micro_batch * accumulation * devices, micro_batch, accumulation)
@@ -88,7 +90,9 @@ def _judge_total_and_micro(total: int, micro_batch: int, accumulation: int | Non
         product = micro_batch * accumulation * devices
         if product == total:
             return _agreement(total, micro_batch, accumulation, devices)
-        finding = f"{TOTAL} is {total:,}, but {micro_batch:,} x {accumulation:,} x {devices:,} devices = {product:,}"
+        finding = (
+            f"{TOTAL} is {total:,}, but {micro_batch:,} x {accumulation:,} x {counted(devices, 'device')} = {product:,}"
+        )
         return Verdict(
             False,
             finding,
@@ -104,7 +108,9 @@ def _judge_total_and_micro(total: int, micro_batch: int, accumulation: int | Non
     steps, remainder = divmod(total, multiple)
     if steps and not remainder:
         return _agreement(total, micro_batch, steps, devices)
-    finding = f"{TOTAL} {total:,} is not a multiple of {MICRO} {micro_batch:,} x {devices:,} devices = {multiple:,}"
+    finding = (
+        f"{TOTAL} {total:,} is not a multiple of {MICRO} {micro_batch:,} x {counted(devices, 'device')} = {multiple:,}"
+    )
     return Verdict(
         False,
         finding,
@@ -120,12 +126,12 @@ def _judge_total_alone(total: int, accumulation: int | None, devices: int) -> Ve
     micro_batch, remainder = divmod(total, slots)
     if micro_batch and not remainder:
         return _agreement(total, micro_batch, accumulation or 1, devices)
-    by = f"{STEPS} {accumulation:,} x {devices:,} devices" if accumulation else f"{devices:,} devices"
+    by = f"{STEPS} {accumulation:,} x {counted(devices, 'device')}" if accumulation else counted(devices, "device")
     return Verdict(False, f"{TOTAL} {total:,} does not divide by {by}", changes=_divisible_totals(total, slots))
 
 
 def _agreement(total: int, micro_batch: int, accumulation: int, devices: int) -> Verdict:
-    finding = f"{micro_batch:,} x {accumulation:,} x {devices:,} devices = {total:,}"
+    finding = f"{micro_batch:,} x {accumulation:,} x {counted(devices, 'device')} = {total:,}"
     return Verdict(True, finding, total, micro_batch, accumulation)
 
 
@@ -144,8 +150,5 @@ def _nearby_divisor(total: int, micro_batch: int, devices: int) -> tuple[str, ..
     per_device, remainder = divmod(total, devices)
     if remainder:
         return ()
-    largest = min(micro_batch, per_device)
-    for size in range(largest, max(0, largest - _NEARBY_SIZES), -1):
-        if per_device % size == 0:
-            return (f"{MICRO}: {micro_batch:,} -> {size:,} and {STEPS} -> {per_device // size:,}",)
-    return ()
+    size = largest_divisor(per_device, at_most=micro_batch)
+    return (f"{MICRO}: {micro_batch:,} -> {size:,} and {STEPS} -> {per_device // size:,}",) if size else ()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from batchwright.errors import InvalidInputError
 from batchwright.planning.batch_triangle import AUTO, MICRO, STEPS, TOTAL, Number, judge_triangle
 from batchwright.planning.config_file import read_config
-from batchwright.units import shortened, whole_number
+from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,6 +33,8 @@ _TRAINING_ARGUMENTS = {
     "dataloader_drop_last",
 }
 _DEEPSPEED = {TOTAL, MICRO, "zero_optimization", "zero_allow_untested_optimizer", "steps_per_print"}
+# DeepSpeed describes these with a mapping, TrainingArguments with a flag or a name.
+_DEEPSPEED_SECTIONS = ("fp16", "bf16", "optimizer", "scheduler", "zero_optimization")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class ConfigCheck:
         """Return the check as plain data, the same as `batchwright plan --check FILE --json` prints."""
         lists = {"findings": list(self.findings), "changes": list(self.changes)}
         return {"schema": 1, "source": "formula", **asdict(self), **lists}
+
+    def __str__(self) -> str:
+        from batchwright.report.check_text import summarize_check
+
+        return summarize_check(self)
 
     def __rich__(self) -> RenderableType:
         from batchwright.report.check_text import draw_check
@@ -78,7 +85,14 @@ def check_config(path: str | Path, *, devices: int = 1) -> ConfigCheck:
     """
     num_devices = whole_number(devices, "devices")
     config = read_config(path)
-    if _DEEPSPEED & set(config) and _PER_DEVICE not in config:
+    is_deepspeed = bool(_DEEPSPEED & set(config)) or any(isinstance(config.get(k), dict) for k in _DEEPSPEED_SECTIONS)
+    if is_deepspeed and _PER_DEVICE in config:
+        raise InvalidInputError(
+            f"'{path}' sets {_PER_DEVICE}, which belongs to TrainingArguments, beside keys of a DeepSpeed config: "
+            "it is not clear which of the two reads it.",
+            remedy="keep them in two files, the DeepSpeed one named by `deepspeed:` in the arguments",
+        )
+    if is_deepspeed:
         return _check_deepspeed(str(path), config, num_devices)
     if _TRAINING_ARGUMENTS & set(config):
         return _check_training_arguments(Path(path), config, num_devices)
@@ -126,7 +140,7 @@ def _check_training_arguments(path: Path, config: dict[str, Any], devices: int) 
         findings.append(f"{STEPS} is not set; transformers takes 1")
     _plain_number(path, config, "per_device_eval_batch_size")
     effective = micro_batch * steps * devices
-    findings.insert(0, f"{micro_batch:,} x {steps:,} x {devices:,} devices = {effective:,}")
+    findings.insert(0, f"{micro_batch:,} x {steps:,} x {counted(devices, 'device')} = {effective:,}")
     if config.get("auto_find_batch_size"):
         findings.append(
             "auto_find_batch_size shrinks the micro-batch when out of memory and keeps accumulation, "
@@ -155,7 +169,7 @@ def _compare_with_deepspeed(
         return [], []
     if isinstance(named, dict):
         place, inner = f"{path}, under 'deepspeed'", named
-    elif isinstance(named, str):
+    elif isinstance(named, str) and named.strip() and "\0" not in named:
         # transformers reads it relative to where training starts; beside the file is where people keep it.
         inner_path = next((p for p in (Path(named), path.parent / named) if p.is_file()), Path(named))
         place, inner = str(inner_path), read_config(inner_path)
@@ -168,6 +182,9 @@ def _compare_with_deepspeed(
         if found not in (None, AUTO, value):
             contradictions.append(f"{key} is {found:,} in {place}, but the arguments come to {value:,}")
             changes.append(f"{key}: {found:,} -> {value:,} in {place} (or 'auto')")
+    for ignored in _ignored_keys(inner):
+        contradictions.append(f"{ignored} (in {place})")
+        changes.append(f"rename or remove it in {place}")
     return contradictions, changes
 
 

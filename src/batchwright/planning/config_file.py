@@ -12,6 +12,8 @@ from batchwright.units import shortened
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """Return the mapping that a config file holds."""
+    if not isinstance(path, str | Path) or not str(path).strip() or "\0" in str(path):
+        raise InvalidInputError(f"a config file is named by its path; received {shortened(path)}.")
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -23,9 +25,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise InvalidInputError(f"cannot read '{file}': {error.strerror or error}.") from None
     if not text.strip():
         raise InvalidInputError(f"'{file}' is empty; a JSON or YAML mapping of settings is expected.")
-    # JSON is read as JSON whatever the file is called; only what cannot be JSON needs the YAML reader.
-    is_json = file.suffix.lower() == ".json" or text.lstrip().startswith(("{", "["))
-    data = _parse_json(file, text) if is_json else _parse_yaml(file, text)
+    data = _parse_yaml(file, text) if file.suffix.lower() in {".yaml", ".yml"} else _parse_json(file, text)
     if not isinstance(data, dict):
         raise InvalidInputError(
             f"'{file}' holds {type(data).__name__} {shortened(data)}; a mapping of settings is expected."
@@ -41,9 +41,7 @@ def _parse_json(file: Path, text: str) -> Any:
             f"'{file}' is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
         ) from None
     except DuplicateKeyError as error:
-        raise InvalidInputError(
-            f"'{file}' sets {error.args[0]!r} twice, so one of its values would be ignored."
-        ) from None
+        raise _set_twice(file, error) from None
     except (RecursionError, ValueError) as error:
         # Nested beyond the parser's depth, or a number of more digits than Python reads.
         raise InvalidInputError(f"'{file}' cannot be read as JSON: {error}.") from None
@@ -51,8 +49,21 @@ def _parse_json(file: Path, text: str) -> Any:
 
 def _parse_yaml(file: Path, text: str) -> Any:
     yaml = import_extra("yaml", extra="transformers", purpose=f"reading the YAML file '{file}'")
+
+    class OncePerKey(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+        """A loader that refuses what YAML itself forbids and its reader lets pass: one key twice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise DuplicateKeyError(key)
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=OncePerKey)
+    except DuplicateKeyError as error:
+        raise _set_twice(file, error) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -63,7 +74,11 @@ def _parse_yaml(file: Path, text: str) -> Any:
 
 
 class DuplicateKeyError(Exception):
-    """A JSON object that sets one key twice."""
+    """A mapping that sets one key twice."""
+
+
+def _set_twice(file: Path, error: DuplicateKeyError) -> InvalidInputError:
+    return InvalidInputError(f"'{file}' sets {error.args[0]!r} twice, so one of its values would be ignored.")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

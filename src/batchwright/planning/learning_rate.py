@@ -84,6 +84,7 @@ def checked_learning_rate(value: object) -> float:
         rate = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # the call is the check
     except (TypeError, ValueError, OverflowError):
         rate = math.nan
-    if not (math.isfinite(rate) and rate > 0):
+    # Wide enough for any rate in use, narrow enough that scaling it cannot overflow.
+    if not 1e-30 <= rate <= 1e30:
         raise InvalidInputError(f"learning rate must be a positive number, such as 2e-5; received {shortened(value)}.")
     return rate

@@ -17,11 +17,11 @@ from batchwright.planning.epoch import Epoch, count_epoch
 from batchwright.planning.reasons import give_notes, give_reason
 from batchwright.planning.split import POLICIES, Policy, Split, Weight, choose_split
 from batchwright.planning.table import Row, compare_splits
-from batchwright.planning.times import ASSUMED, TimedPoint, TimeModel, fit_times
+from batchwright.planning.times import ASSUMED, TimeModel, Times, fit_times
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable
 
     from rich.console import RenderableType
 
@@ -108,7 +108,7 @@ class Plan:
             whole_number(rank, "rank", least=0),
             whole_number(size, "samples"),
             drop_last=self.drop_last,
-            seed=seed,
+            seed=whole_number(seed, "seed", least=0),
             shuffle=shuffle,
         )
 
@@ -194,7 +194,7 @@ def plan(
     eval_micro_batch: int | None = None,
     workers: int = 0,
     policy: str = "nearest",
-    times: Mapping[int, float] | Iterable[TimedPoint] | TimeModel | None = None,
+    times: Times | None = None,
     estimate: Callable[[int], int] | None = None,
 ) -> Plan:
     """Split an effective batch into accumulation steps.
@@ -208,13 +208,20 @@ def plan(
     the micro-batch is evened out, so no device runs a nearly empty last step. `policy` says which way a target
     that does not divide is rounded: "nearest", "at-least", "at-most", or "exact" (uneven micro-batches).
 
-    `samples` in the dataset give forwards and updates per epoch. `times` maps micro-batch to measured seconds,
-    `estimate` maps a micro-batch to peak bytes; both fill a column of the comparison table.
+    `samples` in the dataset give forwards and updates per epoch. `times` are measured seconds: `{4: 0.11}` for one pass
+    of 4 samples, `{(4, 8): 0.95}` for a whole step of 8 of them. `estimate` maps a micro-batch to peak bytes. Both fill
+    a column of the comparison table.
     """
     requested = whole_number(effective_batch, "effective batch")
     cap = whole_number(micro_batch, "micro-batch")
     num_devices = whole_number(devices, "devices")
     num_samples = None if samples is None else whole_number(samples, "samples")
+    if not isinstance(drop_last, bool):
+        raise InvalidInputError(f"drop_last must be True or False; received {shortened(drop_last)}.")
+    if estimate is not None and not callable(estimate):
+        raise InvalidInputError(
+            f"estimate must be a function from micro-batch to bytes; received {shortened(estimate)}."
+        )
     chosen_policy = _policy(policy)
     model = ASSUMED if times is None else fit_times(times)
     split = choose_split(requested, max_micro_batch=cap, devices=num_devices, policy=chosen_policy)
@@ -225,17 +232,17 @@ def plan(
         split=split,
         reason=give_reason(requested, cap, split, chosen_policy),
         samples=num_samples,
-        drop_last=bool(drop_last),
+        drop_last=drop_last,
         eval_micro_batch=None if eval_micro_batch is None else whole_number(eval_micro_batch, "eval micro-batch"),
         workers=whole_number(workers, "workers", least=0),
-        epoch=None if num_samples is None else count_epoch(num_samples, split, drop_last=bool(drop_last)),
+        epoch=None if num_samples is None else count_epoch(num_samples, split, drop_last=drop_last),
         times=model,
         table=compare_splits(
             requested,
             chosen=split,
             policy=chosen_policy,
             samples=num_samples,
-            drop_last=bool(drop_last),
+            drop_last=drop_last,
             times=model,
             peak_bytes=estimate,
         ),
@@ -245,6 +252,6 @@ def plan(
 
 def _policy(policy: object) -> Policy:
     for known in POLICIES:
-        if policy == known:
+        if isinstance(policy, str) and policy.lower() == known:
             return known
     raise InvalidInputError(f"policy must be one of {', '.join(POLICIES)}; received {shortened(policy)}.")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from batchwright.planning.split import choose_split
+from batchwright.planning.split import choose_split, largest_divisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,6 +45,7 @@ class Option:
     title: str
     after: Setting
     learning_rate_factor: float
+    follows_rule: bool
     why: str
 
 
@@ -57,48 +58,49 @@ class Case:
     max_micro_batch: int | None
     critical_batch: int | None
 
-    def reach(self, effective_batch: int, max_micro_batch: int) -> Setting:
-        """Return the setting that plan would choose, with the learning rate as it is now."""
-        split = choose_split(
-            effective_batch, max_micro_batch=max_micro_batch, devices=self.before.devices, policy="nearest"
-        )
-        return replace(self.before, micro_batch=split.largest, accumulation=split.accumulation)
+    @property
+    def is_noise_small(self) -> bool:
+        """Whether the effective batch is known to be at or above the critical one."""
+        return self.critical_batch is not None and self.before.effective_batch >= self.critical_batch
+
+    def same_batch(self, max_micro_batch: int) -> Setting:
+        """The largest passes within a cap that keep the effective batch to the sample."""
+        per_device = self.before.micro_batch * self.before.accumulation
+        size = largest_divisor(per_device, at_most=max_micro_batch) or 1
+        return replace(self.before, micro_batch=size, accumulation=per_device // size)
 
     def option(self, title: str, after: Setting, why: str, *, follow: bool = True) -> Option:
         """Make an option; unless `follow` is off, the learning rate follows the effective batch."""
         factor = self.rule.factor(self.before.effective_batch, after.effective_batch) if follow else 1.0
         rate = self.before.learning_rate
-        return Option(title, replace(after, learning_rate=None if rate is None else rate * factor), factor, why)
+        after = replace(after, learning_rate=None if rate is None else rate * factor)
+        return Option(title, after, factor, follow and factor != 1.0, why)
 
 
 def _when_out_of_memory(case: Case) -> Iterator[Option]:
     now = case.before
-    sizes = [now.micro_batch // 2, now.micro_batch // 4, 1]
-    if case.max_micro_batch is not None and case.max_micro_batch < now.micro_batch:
-        sizes = [size for size in (case.max_micro_batch, *sizes) if size <= case.max_micro_batch]
-    tried = {now.micro_batch}
-    for size in sizes:
-        if size < 1 or size in tried:
+    caps = [now.micro_batch // 2, now.micro_batch // 4, 1]
+    if case.max_micro_batch is not None:
+        caps = [case.max_micro_batch, *(cap for cap in caps if cap < case.max_micro_batch)]
+    seen = {now.micro_batch}
+    for cap in caps:
+        after = case.same_batch(max(cap, 1))
+        if after.micro_batch in seen:
             continue
-        tried.add(size)
-        after = case.reach(now.effective_batch, size)
+        seen.add(after.micro_batch)
+        share = f"activations shrink to about {after.micro_batch / now.micro_batch:.0%}"
         yield case.option(
-            f"micro-batch at most {size:,}",
-            after,
-            f"activations shrink to about {after.micro_batch / now.micro_batch:.0%}; "
-            "weights, gradients and optimizer state stay",
+            f"micro-batch {after.micro_batch:,}", after, f"{share}; weights, gradients and optimizer state stay"
         )
 
 
 def _else_when_out_of_memory(case: Case) -> Iterator[str]:
-    if case.before.micro_batch == 1:
-        yield "a micro-batch of 1 cannot be split: only what follows is left"
     yield (
         "activation checkpointing: keeps few activations and computes the rest again, "
         "one more forward per step (Chen et al. 2016)"
     )
     yield "bf16 or fp16 autocast: halves most activations; weights and optimizer state stay as they are"
-    yield "an 8-bit optimizer: Adam's state from 8 to about 2 bytes per parameter (Dettmers et al. 2021)"
+    yield "an 8-bit optimizer: Adam's state from 8 to about 2 bytes per parameter (Dettmers et al. 2022)"
     if case.before.devices > 1:
         yield f"shard optimizer state, gradients or weights over the {case.before.devices} devices (ZeRO 1, 2, 3; FSDP)"
     yield "shorter sequences, or batches by token budget where lengths differ"
@@ -106,30 +108,28 @@ def _else_when_out_of_memory(case: Case) -> Iterator[str]:
 
 def _when_unstable(case: Case) -> Iterator[Option]:
     now = case.before
-    for factor in (2, 4):
-        after = replace(now, accumulation=now.accumulation * factor)
+    for factor in () if case.is_noise_small else (2, 4):
         yield case.option(
             f"accumulate {factor} times as long",
-            after,
+            replace(now, accumulation=now.accumulation * factor),
             f"gradient noise falls by sqrt({factor}) at the same memory; the learning rate stays on purpose, "
             "since raising it would bring the noise back",
             follow=False,
         )
-    halved = None if now.learning_rate is None else now.learning_rate / 2
     yield Option(
         "halve the learning rate",
-        replace(now, learning_rate=halved),
-        0.5,
-        "smaller steps, same batch, same time per step: the first thing to try where the loss diverges",
+        replace(now, learning_rate=None if now.learning_rate is None else now.learning_rate / 2),
+        learning_rate_factor=0.5,
+        follows_rule=False,
+        why="smaller steps, same batch, same time per step; where the loss diverges outright, this is the lever",
     )
 
 
 def _else_when_unstable(case: Case) -> Iterator[str]:
-    critical = case.critical_batch
-    if critical is not None and case.before.effective_batch >= critical:
+    if case.is_noise_small:
         yield (
-            f"the effective batch {case.before.effective_batch:,} is at or above the critical batch {critical:,}: "
-            "gradient noise is hardly the cause, a larger batch hardly the cure"
+            f"the effective batch {case.before.effective_batch:,} is at or above the critical batch "
+            f"{case.critical_batch:,}: gradient noise is hardly the cause, a larger batch hardly the cure"
         )
     yield "warm the learning rate up over the first few hundred steps"
     yield "clip the gradient norm (1.0 is usual), once per optimizer step, after unscaling"
@@ -139,34 +139,29 @@ def _else_when_unstable(case: Case) -> Iterator[str]:
 
 def _when_slow(case: Case) -> Iterator[Option]:
     now = case.before
-    fits = case.max_micro_batch
-    per_device = now.micro_batch * now.accumulation
-    size = min(per_device, 2 * now.micro_batch if fits is None else fits)
-    if size > now.micro_batch:
-        condition = "if it fits" if fits is None else f"{fits:,} fit"
-        yield case.option(
-            "fewer, larger passes",
-            case.reach(now.effective_batch, size),
-            f"the same updates from fewer passes ({condition}); nothing else about training changes",
-        )
-    if case.critical_batch is not None and now.effective_batch >= case.critical_batch:
-        return
+    cap = case.max_micro_batch or 2 * now.micro_batch
+    condition = f"{cap:,} fit" if case.max_micro_batch else f"if {cap:,} fit"
+    fewer = case.same_batch(cap)
+    if fewer.micro_batch > now.micro_batch:
+        why = f"the same updates from fewer passes ({condition}); nothing else about training changes"
+        yield case.option("fewer, larger passes", fewer, why)
     target = 2 * now.effective_batch
     if case.critical_batch is not None:
         target = min(target, case.critical_batch)
-    yield case.option(
-        "larger effective batch",
-        case.reach(target, max(size, fits or 2 * now.micro_batch)),
-        "fewer updates per epoch, each with a larger learning rate; pays only below the critical batch",
-    )
+    if target < now.effective_batch + now.devices:
+        return
+    split = choose_split(target, max_micro_batch=cap, devices=now.devices, policy="at-most")
+    larger = replace(now, micro_batch=split.largest, accumulation=split.accumulation)
+    if larger.effective_batch > now.effective_batch:
+        why = f"fewer updates per epoch, at a larger learning rate ({condition}); pays only below the critical batch"
+        yield case.option("larger effective batch", larger, why)
 
 
 def _else_when_slow(case: Case) -> Iterator[str]:
-    critical = case.critical_batch
-    if critical is not None and case.before.effective_batch >= critical:
+    if case.is_noise_small:
         yield (
-            f"the effective batch {case.before.effective_batch:,} is at or above the critical batch {critical:,}: "
-            "a larger one would spend more samples for hardly fewer steps"
+            f"the effective batch {case.before.effective_batch:,} is at or above the critical batch "
+            f"{case.critical_batch:,}: a larger one would spend more samples for hardly fewer steps"
         )
     fits = case.max_micro_batch
     if fits is not None and case.before.micro_batch >= fits and case.before.accumulation > 1:

@@ -100,6 +100,23 @@ class Split:
         return steps * small + max(0, steps - (self.accumulation - num_large))
 
 
+# A divisor is looked for among this many sizes below the cap; a much smaller one would be of no use anyway.
+_NEARBY_SIZES = 4096
+
+
+def largest_divisor(number: int, *, at_most: int) -> int | None:
+    """Return the largest divisor of a number within a cap, or None where there is none near it.
+
+    >>> largest_divisor(256, at_most=48), largest_divisor(7, at_most=3)
+    (32, 1)
+    """
+    cap = min(number, at_most)
+    for size in range(cap, max(0, cap - _NEARBY_SIZES), -1):
+        if number % size == 0:
+            return size
+    return None
+
+
 def least_accumulation(effective_batch: int, *, max_micro_batch: int, devices: int) -> int:
     """Return the fewest micro-batches per device that hold the effective batch.
 

@@ -1,7 +1,8 @@
 """The comparison table: every sensible split of the same effective batch, side by side.
 
-Each row is what `plan` answers when only half the micro-batch of the row above fits. So the first row is the
-plan itself, the last one runs single samples, and the rows between trade memory for passes.
+The first row is the plan itself; the others are what `plan` answers when only a half, a quarter, ... of its
+micro-batch fits, down to single samples. Where the plan misses the target or is uneven, the largest split into equal
+micro-batches that reaches it exactly is there too.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchwright.planning.epoch import count_epoch
-from batchwright.planning.split import choose_split
+from batchwright.planning.split import Split, choose_split, largest_divisor
+from batchwright.units import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from batchwright.planning.split import Policy, Split
+    from batchwright.planning.split import Policy
     from batchwright.planning.times import TimeModel
 
-# A halving cap reaches 1 from any practical size in fewer rows; beyond this a table is not read any more.
-MOST_ROWS = 8
+# Halving reaches single samples from 2,048 in as many rows; a longer table is not read any more.
+MOST_ROWS = 12
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def compare_splits(
                 updates_per_epoch=epoch.updates if epoch else None,
                 relative_time=times.step_seconds(split) / split.samples / seconds_per_sample,
                 relative_activations=split.largest / chosen.largest,
-                peak_bytes=peak_bytes(split.largest) if peak_bytes else None,
+                peak_bytes=whole_number(peak_bytes(split.largest), "what estimate returns") if peak_bytes else None,
                 is_extrapolated=bool(times.points) and not times.covers(split.largest),
             )
         )
@@ -84,11 +86,13 @@ def compare_splits(
 
 
 def _smaller_and_smaller(effective_batch: int, chosen: Split, policy: Policy) -> Iterator[Split]:
-    yield chosen
-    cap, seen = chosen.largest // 2, {chosen}
-    while cap >= 1 and len(seen) < MOST_ROWS:
-        split = choose_split(effective_batch, max_micro_batch=cap, devices=chosen.devices, policy=policy)
-        if split not in seen:
-            yield split
-        seen.add(split)
+    splits = {chosen}
+    cap = chosen.largest // 2
+    while cap >= 1 and len(splits) < MOST_ROWS:
+        splits.add(choose_split(effective_batch, max_micro_batch=cap, devices=chosen.devices, policy=policy))
         cap //= 2
+    per_device, remainder = divmod(effective_batch, chosen.devices)
+    equal = None if remainder else largest_divisor(per_device, at_most=chosen.largest)
+    if equal:
+        splits.add(Split(effective_batch, per_device // equal, chosen.devices))
+    yield from sorted(splits, key=lambda split: (split != chosen, -split.largest, split.accumulation))

@@ -5,7 +5,7 @@ sigma what the optimizer costs once per step. All three are seconds and never ne
 
 Promises:
 - measured points are fitted by least squares on relative error, since the noise of a timing grows with it;
-- what the points cannot tell stays at zero, and `unknown` names it;
+- what the points cannot tell is named in `unknown`, and the simplest model that fits them is taken;
 - without points the model says so: every sample costs the same, and only ratios mean anything.
 """
 
@@ -99,7 +99,11 @@ class TimeModel:
 ASSUMED = TimeModel(alpha=0.0, beta=1.0, sigma=0.0)
 
 
-def fit_times(times: Mapping[int, float] | Iterable[TimedPoint] | TimeModel) -> TimeModel:
+# Seconds by micro-batch, or by (micro-batch, accumulation) for a whole optimizer step.
+Times = Mapping[int | tuple[int, int], float] | Mapping[int, float] | Iterable[TimedPoint] | TimeModel
+
+
+def fit_times(times: Times) -> TimeModel:
     """Fit the three coefficients to measured points."""
     if isinstance(times, TimeModel):
         return times
@@ -122,7 +126,7 @@ def fit_times(times: Mapping[int, float] | Iterable[TimedPoint] | TimeModel) -> 
         beta,
         sigma,
         points,
-        unknown=_unidentified(points),
+        unknown=_unidentified(rows),
         largest_error=max(abs(_residual(row, best[1])) for row in rows),
     )
 
@@ -149,9 +153,10 @@ def parse_times(text: str) -> tuple[TimedPoint, ...]:
     return tuple(points)
 
 
-def _as_points(times: Mapping[int, float] | Iterable[TimedPoint]) -> Iterable[TimedPoint]:
+def _as_points(times: Mapping[Any, float] | Iterable[TimedPoint]) -> Iterable[TimedPoint]:
     if isinstance(times, Mapping):
-        return (TimedPoint(size, seconds) for size, seconds in times.items())
+        pairs = ((size if isinstance(size, tuple) and len(size) == 2 else (size, None), s) for size, s in times.items())
+        return (TimedPoint(size[0], seconds, size[1]) for size, seconds in pairs)
     if isinstance(times, str) or not isinstance(times, Iterable):
         raise InvalidInputError(
             f"times must be a mapping of micro-batch to seconds, or timed points; received {shortened(times)}."
@@ -171,14 +176,30 @@ def _checked(point: object) -> TimedPoint:
     )
 
 
-def _unidentified(points: tuple[TimedPoint, ...]) -> tuple[str, ...]:
-    """Name the coefficients that no choice of these points could have told apart."""
-    unknown = []
-    if len({point.micro_batch for point in points}) == 1:
-        unknown.append("alpha")
-    if not any(point.accumulation for point in points) or len({point.accumulation for point in points}) == 1:
-        unknown.append("sigma")
-    return tuple(unknown)
+def _unidentified(rows: list[list[float]]) -> tuple[str, ...]:
+    """Name the coefficients that these points cannot tell: those whose axis is no combination of the rows."""
+    scale = [max(row[j] for row in rows) or 1.0 for j in range(3)]
+    scaled = [[row[j] / scale[j] for j in range(3)] for row in rows]
+    rank = _rank(scaled)
+    return tuple(
+        name for j, name in enumerate(_COEFFICIENTS) if _rank([*scaled, [float(i == j) for i in range(3)]]) > rank
+    )
+
+
+def _rank(rows: list[list[float]]) -> int:
+    rank = 0
+    left = [row[:] for row in rows]
+    for column in range(3):
+        pivot = max(range(rank, len(left)), key=lambda i: abs(left[i][column]), default=None)
+        # The square root of what `_least_squares` calls singular, since it works on squares.
+        if pivot is None or abs(left[pivot][column]) < 1e-6:
+            continue
+        left[rank], left[pivot] = left[pivot], left[rank]
+        for i in range(rank + 1, len(left)):
+            factor = left[i][column] / left[rank][column]
+            left[i] = [x - factor * y for x, y in zip(left[i], left[rank], strict=True)]
+        rank += 1
+    return rank
 
 
 def _residual(row: list[float], solution: tuple[float, ...]) -> float:

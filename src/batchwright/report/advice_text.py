@@ -42,11 +42,11 @@ def advice_remarks(advice: Advice) -> Iterator[str]:
     for option in advice.options:
         yield f"{option.title}: {option.why}."
         yield f"    {_flags(option.after, advice.before)}"
-    if any(option.learning_rate_factor not in (1.0, 0.5) for option in advice.options):
+    if any(option.follows_rule for option in advice.options):
         rule = advice.rule
         yield f"learning rate: {rule.name} rule ({rule.source}); {rule.limits}."
     if advice.further:
-        yield "also:" if advice.options else "what is left:"
+        yield "also:" if advice.options else "a micro-batch of 1 cannot be split; what is left:"
         for further in advice.further:
             yield f"  - {further}"
 

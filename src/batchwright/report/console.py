@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
 # Nothing we draw is wider; rich would otherwise fold tables at 80 columns when nobody looks at them.
 _WIDTH_OF_A_PIPE = 400
-# Every table is laid out to fit this many columns.
-_NARROWEST = 80
 
 
 def render_plain(renderable: RenderableType, *, width: int = _WIDTH_OF_A_PIPE) -> str:
@@ -35,7 +33,5 @@ def print_answer(renderable: RenderableType) -> None:
         return
     from rich.console import Console
 
-    console = Console(highlight=False)
-    # On a narrower terminal the lines run over; rich would cut the last columns off instead.
-    console.width = max(console.width, _NARROWEST)
-    console.print(renderable)
+    # Not cropped: a line that is too long runs over, and no number is cut.
+    Console(highlight=False).print(renderable, crop=False)

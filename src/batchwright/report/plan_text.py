@@ -106,5 +106,5 @@ def _times_remark(times: TimeModel, is_extrapolated: bool) -> str:
         f"fitted to {counted(len(times.points), 'point')} within {times.largest_error:.1%}"
     )
     if times.unknown:
-        remark += f"; {' and '.join(times.unknown)} cannot be told from these points and is taken as 0"
+        remark += f"; these points cannot tell {' and '.join(times.unknown)}, so the simplest fit was taken"
     return remark + ("; ~ is outside the sizes measured." if is_extrapolated else ".")

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def settings(plan: Plan) -> dict[str, Any]:
     """The part of the config that speaks of the batch."""
     refuse_uneven(plan, "DeepSpeed", f"its config knows one {MICRO} for all")
-    return {TOTAL: plan.effective_batch, MICRO: plan.micro_batch, STEPS: plan.accumulation}
+    numbers = {TOTAL: plan.effective_batch, MICRO: plan.micro_batch, STEPS: plan.accumulation}
+    return {**numbers, "dataloader_drop_last": True} if plan.drop_last else numbers
 
 
 def snippet(plan: Plan) -> str:

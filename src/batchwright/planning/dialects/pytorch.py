@@ -90,6 +90,7 @@ def _script(plan: Plan, imports: str, setup: list[str], windows: list[str], *, h
             ),
             *(["model = torch.nn.parallel.DistributedDataParallel(model)"] if parallel else []),
             *setup,
+            f"eval_loader = DataLoader(eval_set, {keywords(eval_loader_arguments(plan))})",
             "",
             "for epoch in range(epochs):",
             *(["    sampler.set_epoch(epoch)"] if has_sampler else []),

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 FRAMEWORKS = ("transformers", "accelerate", "deepspeed", "lightning", "torchtitan", "composer", "pytorch")
 
 
+# What a framework's own settings say nothing about, because the user makes the loaders.
+_UNSPOKEN = {
+    "deepspeed": ("eval micro-batch", "workers"),
+    "torchtitan": ("eval micro-batch", "workers", "drop_last"),
+}
+
+
 class Dialect(Protocol):
     """What every file in this folder offers."""
 
@@ -40,3 +47,13 @@ def find_dialect(framework: str) -> Dialect:
             remedy=near[0] if near else "",
         )
     return cast("Dialect", importlib.import_module(f"batchwright.planning.dialects.{name}"))
+
+
+def unspoken_settings(plan: Plan, framework: str) -> list[str]:
+    """Name what the plan asks for and the framework's settings cannot say."""
+    asked = {
+        "eval micro-batch": plan.eval_micro_batch is not None,
+        "workers": plan.workers > 0,
+        "drop_last": plan.drop_last,
+    }
+    return [name for name in _UNSPOKEN.get(framework.lower(), ()) if asked[name]]
