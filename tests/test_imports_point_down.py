@@ -13,7 +13,9 @@ ROOT = Path(batchwright.__file__).parent
 PARTS = (
     "errors",
     "units",
+    "ready_made",
     "workload",
+    "targets",
     "planning",
     "catalogue",
     "concepts",

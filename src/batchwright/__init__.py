@@ -14,9 +14,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from batchwright.errors import BatchwrightError
+    from batchwright.memory.estimate import estimate
+    from batchwright.memory.recommend import Recommendation, recommend
+    from batchwright.memory.result import Estimate
     from batchwright.planning.advice import Advice, advise
     from batchwright.planning.config_check import ConfigCheck, check_config
     from batchwright.planning.plan import Plan, plan
+    from batchwright.workload import Workload
 
 __version__ = "0.1.0"
 
@@ -24,20 +28,30 @@ __all__ = [
     "Advice",
     "BatchwrightError",
     "ConfigCheck",
+    "Estimate",
     "Plan",
+    "Recommendation",
+    "Workload",
     "advise",
     "check_config",
+    "estimate",
     "plan",
+    "recommend",
 ]
 
 _HOMES = {
     "Advice": "planning.advice",
     "BatchwrightError": "errors",
     "ConfigCheck": "planning.config_check",
+    "Estimate": "memory.result",
     "Plan": "planning.plan",
+    "Recommendation": "memory.recommend",
+    "Workload": "workload",
     "advise": "planning.advice",
     "check_config": "planning.config_check",
+    "estimate": "memory.estimate",
     "plan": "planning.plan",
+    "recommend": "memory.recommend",
 }
 
 

@@ -3,6 +3,7 @@
 BatchwrightError
 ├── InvalidInputError     (also ValueError)   a value that cannot be used, or is out of range
 ├── NotExpressibleError   (also ValueError)   a plan that this framework has no words for
+├── NothingFitsError                          not even the smallest size fits
 ├── CannotTraceError                          a step whose memory cannot be predicted without running it
 └── MissingExtraError     (also ImportError)  a package that belongs to an extra is not installed
 
@@ -50,10 +51,12 @@ class NotExpressibleError(BatchwrightError, ValueError):
     exit_code = 2
 
 
+class NothingFitsError(BatchwrightError):
+    """Not even a micro-batch of 1 fits: it names what was needed, by parts."""
+
+
 class CannotTraceError(BatchwrightError):
     """A step that needs real values, or an operator with no shape rule: it can be run, not predicted."""
-
-    exit_code = 3
 
 
 class MissingExtraError(BatchwrightError, ImportError):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from batchwright.cli.options import Count, NumbersCommand, json_option, print_json
 from batchwright.planning.dialects.registry import FRAMEWORKS, unspoken_settings
 from batchwright.planning.split import POLICIES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @click.command("plan", cls=NumbersCommand)
@@ -25,6 +30,8 @@ from batchwright.planning.split import POLICIES
     help="How to round a target that does not divide; 'exact' uses uneven micro-batches.",
 )
 @click.option("--times", metavar="M=S,...", help="Measured seconds: 4=0.11 for one pass, 4x8=0.95 for a whole step.")
+@click.option("--model", metavar="NAME", help="Model by name: adds its memory to the table, by formula.")
+@click.option("--seq-len", type=Count(), help="Tokens per sample, for --model.  [default: 1024]")
 @click.option("--for", "framework", metavar="FRAMEWORK", help=f"Print what to paste into: {', '.join(FRAMEWORKS)}.")
 @click.option(
     "--check",
@@ -45,6 +52,8 @@ def command(
     workers: int,
     policy: str,
     times: str | None,
+    model: str | None,
+    seq_len: int | None,
     framework: str | None,
     config: str | None,
     as_json: bool,
@@ -75,6 +84,7 @@ def command(
         workers=workers,
         policy=policy,
         times=None if times is None else parse_times(times),
+        estimate=_peak_of_named(ctx, model, seq_len),
     )
     if framework is None:
         print_json(answer.to_dict()) if as_json else print_answer(answer)
@@ -93,6 +103,16 @@ def command(
     return 0
 
 
+def _peak_of_named(ctx: click.Context, model: str | None, seq_len: int | None) -> Callable[[int], int] | None:
+    if model is None:
+        if seq_len is not None:
+            raise click.UsageError("--seq-len belongs to --model.", ctx)
+        return None
+    from batchwright.memory.formulas import estimate_named
+
+    return lambda micro_batch: estimate_named(model, micro_batch=micro_batch, seq_len=seq_len or 1024).peak
+
+
 def _check(ctx: click.Context, config: str, devices: int, as_json: bool) -> int:
     """Check a config file; the numbers of a plan have no place beside it."""
     planning = {
@@ -104,6 +124,8 @@ def _check(ctx: click.Context, config: str, devices: int, as_json: bool) -> int:
         "workers",
         "policy",
         "times",
+        "model",
+        "seq_len",
         "framework",
     }
     given = [p for p in planning if ctx.get_parameter_source(p) is click.core.ParameterSource.COMMANDLINE]

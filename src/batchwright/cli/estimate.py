@@ -1,0 +1,111 @@
+"""`batchwright estimate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from batchwright.cli.options import Count, json_option, print_json
+from batchwright.errors import InvalidInputError
+from batchwright.units import parse_whole_number, shortened
+
+
+@click.command("estimate")
+@click.argument("target")
+@click.option("--micro-batch", type=Count(), default=1, show_default=True, help="Samples in one forward and backward.")
+@click.option("--on", default="cpu", show_default=True, help="Where the step would run.")
+@click.option("--shape", "shapes", metavar="NAME=VALUE", multiple=True, help="An argument of the workload's batch.")
+@click.option("--accumulation", type=Count(), default=1, show_default=True, help="Micro-batches per optimizer step.")
+@click.option("--clip-norm", type=float, help="Clip the gradient norm, as the step would.")
+@click.option("--routing", default="balanced", show_default=True, help="How experts share tokens: balanced or worst.")
+@click.option("--max", "find_max", is_flag=True, help="Find the largest micro-batch within --memory.")
+@click.option("--memory", metavar="AMOUNT", help="A budget such as 16GiB, for --max.")
+@click.option("--what-if", is_flag=True, help="Also print what each change of the set-up would save.")
+@click.option("--seq-len", type=Count(), help="Named models: tokens per sample.  [default: 1024]")
+@click.option("--precision", help="Named models: fp32, bf16 or mixed.  [default: bf16]")
+@click.option("--optimizer", help="Named models: adamw, sgd, ...  [default: adamw]")
+@click.option("--checkpointing", is_flag=True, help="Named models: with activation checkpointing.")
+@click.option("--zero", type=Count(least=0), help="Named models: ZeRO stage 1, 2 or 3 over --devices.")
+@click.option("--devices", type=Count(), help="Named models: data-parallel ranks, for --zero.")
+@click.option("--tuning", help="Named models: full, lora or qlora.  [default: full]")
+@json_option
+@click.pass_context
+def command(ctx: click.Context, /, target: str, as_json: bool, **options: Any) -> int:
+    """Predict the peak memory of a training step before it runs.
+
+    TARGET is a workload (path.py:function or module:function), or a model by name, for which formulas answer at once.
+
+    \b
+    batchwright estimate train.py:workload --micro-batch 8
+    batchwright estimate train.py:workload --max --memory 16GiB --what-if
+    batchwright estimate llama-3-8b --seq-len 4096 --precision bf16 --zero 3 --devices 8
+    """
+    from batchwright.report.console import print_answer
+
+    given = {name for name in options if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
+    is_workload = ":" in target or target.endswith(".py")
+    answer = _traced(target, options, given) if is_workload else _by_formula(target, options, given)
+    print_json(answer.to_dict()) if as_json else print_answer(answer)
+    return 0
+
+
+_FOR_NAMED = {"seq_len", "precision", "optimizer", "checkpointing", "zero", "devices", "tuning"}
+_FOR_WORKLOADS = {"shapes", "accumulation", "clip_norm", "routing", "find_max", "memory", "what_if", "on"}
+
+
+def _traced(target: str, options: dict[str, Any], given: set[str]) -> Any:
+    _refuse(given & _FOR_NAMED, "a workload", "a model by name")
+    if options["find_max"] != (options["memory"] is not None):
+        raise InvalidInputError("--max and --memory go together.", remedy="--max --memory 16GiB")
+    if options["find_max"] and "micro_batch" in given:
+        raise InvalidInputError("--max finds the micro-batch, so --micro-batch is left out.")
+    from batchwright.memory.estimate import estimate
+    from batchwright.report.progress import Progress
+    from batchwright.targets import load_workload
+
+    shape = parse_shape(options["shapes"])
+    with Progress() as progress:
+        progress.say(f"loading {target}")
+        return estimate(
+            load_workload(target),
+            micro_batch=options["micro_batch"],
+            on=options["on"],
+            shape=shape,
+            accumulation=options["accumulation"],
+            clip_norm=options["clip_norm"],
+            routing=options["routing"],
+            memory=options["memory"],
+            what_if=options["what_if"],
+            progress=progress.say,
+        )
+
+
+def _by_formula(target: str, options: dict[str, Any], given: set[str]) -> Any:
+    _refuse(given & _FOR_WORKLOADS, "a model by name", "a workload")
+    from batchwright.memory.formulas import estimate_named
+
+    chosen = {name: options[name] for name in _FOR_NAMED if options[name] is not None}
+    return estimate_named(target, micro_batch=options["micro_batch"], **{"seq_len": 1024, **chosen})
+
+
+def _refuse(names: set[str], kind: str, other: str) -> None:
+    if names:
+        flags = {"shapes": "--shape", "find_max": "--max"}
+        said = ", ".join(sorted(flags.get(name, f"--{name.replace('_', '-')}") for name in names))
+        raise InvalidInputError(f"{said} belongs to {other}, and the target is {kind}.")
+
+
+def parse_shape(pairs: tuple[str, ...]) -> dict[str, int]:
+    """Read `seq_len=512` and its like.
+
+    >>> parse_shape(("seq_len=512", "crops=4"))
+    {'seq_len': 512, 'crops': 4}
+    """
+    shape = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise InvalidInputError(f"--shape is written name=value, such as seq_len=512; received {shortened(pair)}.")
+        shape[name] = parse_whole_number(value, f"--shape {name}")
+    return shape

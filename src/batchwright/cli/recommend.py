@@ -1,0 +1,53 @@
+"""`batchwright recommend`."""
+
+from __future__ import annotations
+
+import click
+
+from batchwright.cli.options import Count, json_option, print_json
+
+
+@click.command("recommend")
+@click.argument("sizes", nargs=-1, required=True, metavar="SIZE...")
+@click.option("--memory", multiple=True, required=True, help="Memory of the device, such as 24GiB; a list is fine.")
+@click.option("--task", default="classification", show_default=True, help="classification, generation or qa.")
+@click.option("--tuning", default="lora", show_default=True, help="full, lora or qlora.")
+@click.option("--seq-len", type=Count(), default=512, show_default=True, help="Tokens of the longest sample.")
+@click.option("--precision", default="bf16", show_default=True, help="fp32, bf16 or mixed.")
+@click.option("--checkpointing", is_flag=True, help="Recompute each layer in the backward pass.")
+@json_option
+def command(
+    sizes: tuple[str, ...],
+    memory: tuple[str, ...],
+    task: str,
+    tuning: str,
+    seq_len: int,
+    precision: str,
+    checkpointing: bool,
+    as_json: bool,
+) -> int:
+    """Recommend a micro-batch from a model's size and the memory there is.
+
+    \b
+    batchwright recommend 7b --memory 24GiB --task generation
+    batchwright recommend 7b,13b,30b --memory 8GB,16GB,24GB,40GB --tuning qlora
+    batchwright recommend qwen2.5-7b --memory 80GiB --tuning full --seq-len 2048 --checkpointing
+    """
+    from batchwright.memory.recommend import recommend
+    from batchwright.report.console import print_answer
+
+    recommendation = recommend(
+        _listed(sizes),
+        _listed(memory),
+        task=task,
+        tuning=tuning,
+        seq_len=seq_len,
+        precision=precision,
+        checkpointing=checkpointing,
+    )
+    print_json(recommendation.to_dict()) if as_json else print_answer(recommendation)
+    return 0 if recommendation.fits else 1
+
+
+def _listed(values: tuple[str, ...]) -> list[str]:
+    return [part.strip() for value in values for part in value.split(",") if part.strip()]

@@ -1,0 +1,101 @@
+"""`Device`: a place where probes run, and how it is opened by name.
+
+Promises:
+- whatever the device, a probe takes the same workload and yields the same `Outcome`;
+- a device that is not there is an error that names those that are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from batchwright.device.accelerator import AcceleratorDevice
+from batchwright.device.host import HostDevice
+from batchwright.device.step import DEFAULT_STEPS
+from batchwright.errors import InvalidInputError
+from batchwright.units import shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from batchwright.device.outcome import Outcome
+    from batchwright.workload import Workload
+
+ACCELERATORS = ("cuda", "mps", "xpu")
+
+
+class Device(Protocol):
+    """A place where probes run."""
+
+    @property
+    def name(self) -> str:
+        """How the device is asked for."""
+
+    @property
+    def kind(self) -> str:
+        """What it is: `host`, `accelerator` or `simulated`."""
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Memory there is; None where it is not known."""
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Memory that can still be taken; None where it is not known."""
+
+    def probe(
+        self,
+        workload: Workload,
+        micro_batch: int,
+        *,
+        shape: Mapping[str, Any] | None = None,
+        steps: int = DEFAULT_STEPS,
+        accumulation: int = 1,
+        clip_norm: float | None = None,
+    ) -> Outcome:
+        """Run full steps at one size and say how it went."""
+
+
+def open_device(on: str) -> Device:
+    """Open a device of this machine by its name: cpu, cuda, cuda:1, mps or xpu.
+
+    >>> open_device("cpu").kind
+    'host'
+    >>> open_device("tpu")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    batchwright.errors.InvalidInputError: no device is called 'tpu'; this machine has: cpu...
+      try: one of cpu, cuda, cuda:1, mps, xpu
+    """
+    here = ", ".join(present_devices())
+    kind, colon, number = on.partition(":")
+    if on == "cpu":
+        return HostDevice()
+    if kind not in ACCELERATORS or (colon and not (number.isascii() and number.isdigit())):
+        raise InvalidInputError(
+            f"no device is called {shortened(on)}; this machine has: {here}.",
+            remedy="one of cpu, cuda, cuda:1, mps, xpu",
+        )
+    if _count(kind) == 0:
+        raise InvalidInputError(
+            f"{on} was asked for, but torch {torch.__version__} finds no {kind} device; this machine has: {here}.",
+            remedy="one that is there, or a build of torch for the accelerator",
+        )
+    index = int(number) if colon else 0
+    if index >= _count(kind):
+        raise InvalidInputError(f"{on} was asked for; this machine has: {here}.", remedy=f"{kind}:0")
+    return AcceleratorDevice(torch.device(kind, index))
+
+
+def present_devices() -> tuple[str, ...]:
+    """Return the names of the devices of this machine, the host first."""
+    return ("cpu", *(f"{kind}:{index}" for kind in ACCELERATORS for index in range(_count(kind))))
+
+
+def _count(kind: str) -> int:
+    if kind == "mps":
+        return int(torch.backends.mps.is_available())
+    module = torch.get_device_module(kind)
+    return int(module.device_count()) if module.is_available() else 0

@@ -1,0 +1,124 @@
+"""`Outcome`: what one probe did, the same for every device.
+
+Promises:
+- a verdict is one of three: it fits, it ran out of memory, or the user's code failed;
+- a kind of peak that a device does not have is None, never 0;
+- a failure keeps its exception with the user's traceback, but none of the tensors that its frames held.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from batchwright.device.out_of_memory import find_rule
+from batchwright.device.peak_bytes import PeakBytes  # noqa: TC001  # the example needs it
+from batchwright.errors import BatchwrightError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+Verdict = Literal["fits", "out_of_memory", "failed"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One probe at one size.
+
+    >>> ran = Outcome(8, {}, "fits", PeakBytes(allocated=2**20), seconds=1.5, step_seconds=0.5)
+    >>> ran.fits, ran.samples_per_second
+    (True, 16.0)
+
+    `seconds` are those of the whole probe, `step_seconds` those of its last full step. After out-of-memory the peak
+    is what had been reached by then, a lower bound of what the size needs.
+    """
+
+    micro_batch: int
+    shape: dict[str, Any]
+    verdict: Verdict
+    peak_bytes: PeakBytes | None
+    seconds: float
+    step_seconds: float | None = None
+    accumulation: int = 1
+    rule: str | None = None
+    doubt: str = ""
+    error: str | None = None
+    traceback: str | None = field(default=None, repr=False)
+    exception: Exception | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether full steps ran at this size."""
+        return self.verdict == "fits"
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples of a step over the seconds of the last one; None where no step ended."""
+        return self.micro_batch * self.accumulation / self.step_seconds if self.step_seconds else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the outcome as plain data."""
+        return {
+            "micro_batch": self.micro_batch,
+            "shape": dict(self.shape),
+            "accumulation": self.accumulation,
+            "outcome": self.verdict,
+            "peak_bytes": asdict(self.peak_bytes) if self.peak_bytes else None,
+            "seconds": self.seconds,
+            "step_seconds": self.step_seconds,
+            "samples_per_second": self.samples_per_second,
+            "rule": self.rule,
+            "doubt": self.doubt or None,
+            "error": self.error,
+            "traceback": self.traceback,
+        }
+
+
+def judge(
+    run: Callable[[], tuple[float, ...]],
+    *,
+    micro_batch: int,
+    shape: Mapping[str, Any],
+    accumulation: int,
+    peak: Callable[[], PeakBytes | None],
+) -> Outcome:
+    """Run a probe and say how it ended; `peak` is read at the end, whatever it was.
+
+    What batchwright raises on purpose, and an interrupt, are no outcome: they pass through.
+    """
+    start = time.perf_counter()
+    verdict: Verdict = "fits"
+    told: dict[str, Any] = {}
+    try:
+        told["step_seconds"] = run()[-1]
+    except BatchwrightError:
+        raise
+    except Exception as error:
+        rule = find_rule(error)
+        told["error"] = "".join(traceback.format_exception_only(error)).strip()
+        if rule is not None:
+            verdict = "out_of_memory"
+            told.update(rule=rule.name, doubt=rule.doubt)
+        else:
+            verdict = "failed"
+            told.update(traceback="".join(traceback.format_exception(error)), exception=error)
+        _forget_locals(error)
+    seconds = time.perf_counter() - start
+    held = peak()
+    # Outside the except block, where the traceback no longer holds the failed step's tensors; models are often in
+    # reference cycles, so counting references alone does not free them.
+    gc.collect()
+    return Outcome(micro_batch, dict(shape), verdict, held, seconds, accumulation=accumulation, **told)
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Let go of the tensors in the frames of an exception and of those it came from; the lines stay readable."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,249 @@
+"""What one probe runs: a few full steps at one size, the same on every device.
+
+Promises:
+- the real probe and the memory trace run this very function; they differ only in the device, in how the model
+  is built and in who observes the phases;
+- a mistake in the user's code propagates untouched, with its own traceback; a workload that cannot be right (a
+  loss that is no scalar, a batch that ignores its size, an optimizer over nothing) is an `InvalidInputError`;
+- nothing of a step is kept alive into the next one but weights and optimizer state.
+
+Giving back a live model as it was is the caller's part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from batchwright.device.batches import make_batch
+from batchwright.errors import InvalidInputError
+from batchwright.units import shortened, whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from batchwright.workload import Workload
+
+PHASES = ("build", "batch", "forward", "backward", "optimizer", "generate", "evaluate", "done")
+
+# Two steps, not one: Adam makes its moments in the first step, so the second is the first to run beside them.
+DEFAULT_STEPS = 2
+
+
+class Observer(Protocol):
+    """Is told when a phase begins; the one before it has then ended."""
+
+    def phase(self, name: str) -> None:
+        """Note that the phase `name`, one of `PHASES`, begins."""
+
+
+class Unobserved:
+    """An observer that looks away."""
+
+    def phase(self, name: str) -> None:
+        """Do nothing."""
+
+
+def run_probe(
+    workload: Workload,
+    micro_batch: int,
+    *,
+    device: torch.device,
+    shape: Mapping[str, Any] | None = None,
+    steps: int = DEFAULT_STEPS,
+    accumulation: int = 1,
+    clip_norm: float | None = None,
+    observer: Observer | None = None,
+    build: Callable[[Workload, torch.device], nn.Module] | None = None,
+    now: Callable[[], float] = time.perf_counter,
+) -> tuple[float, ...]:
+    """Build the model and its optimizer on a device, run full steps at one size, and return the seconds of each.
+
+    `build` replaces `build_model`: the trace makes fake parameters there, ranks wrap the model there. `now` reads
+    the clock between steps; on an accelerator it waits for the device first.
+    """
+    watching = observer or Unobserved()
+    whole_number(micro_batch, "micro-batch")
+    watching.phase("build")
+    model = (build or build_model)(workload, device)
+    optimizers = build_optimizers(workload, model)
+    seconds = run_steps(
+        workload,
+        model,
+        optimizers,
+        micro_batch,
+        device=device,
+        shape=shape,
+        steps=steps,
+        accumulation=accumulation,
+        clip_norm=clip_norm,
+        observer=watching,
+        now=now,
+    )
+    watching.phase("done")
+    return seconds
+
+
+def build_model(workload: Workload, device: torch.device) -> nn.Module:
+    """Return the workload's model on the device: a module as it is, or what the function builds.
+
+    `wrap` is not applied: it is for ranks, and whoever starts those applies it in a `build` of their own.
+    """
+    given = workload.model
+    model = given if isinstance(given, nn.Module) else given()
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError(f"model= must be a module or a function that builds one; received {shortened(model)}.")
+    return model.to(device)
+
+
+def build_optimizers(workload: Workload, model: nn.Module) -> tuple[Any, ...]:
+    """Return the optimizers over what the model trains; none where the workload is inference only."""
+    if workload.optimizer is None:
+        return ()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise InvalidInputError(
+            "the optimizer has no parameters: none of the model's parameters requires a gradient.",
+            remedy="unfreeze what is to be trained, or leave out optimizer= for inference only",
+        )
+    made = workload.optimizer(trained)
+    optimizers = tuple(made) if isinstance(made, list | tuple) else (made,)
+    for optimizer in optimizers:
+        if not all(hasattr(optimizer, name) for name in ("step", "zero_grad", "param_groups")):
+            raise InvalidInputError(
+                f"optimizer= must return an optimizer, or a list of them; received {shortened(optimizer)}.",
+                remedy="optimizer=lambda params: torch.optim.AdamW(params)",
+            )
+    held = {id(parameter) for o in optimizers for group in o.param_groups for parameter in group["params"]}
+    # Happens when optimizer= closes over another model than the one that model= builds.
+    if held.isdisjoint(map(id, trained)):
+        raise InvalidInputError(
+            f"the optimizer holds none of the {len(trained)} parameters that the model trains.",
+            remedy="optimizer=lambda params: torch.optim.AdamW(params), over the params it receives",
+        )
+    return optimizers
+
+
+def run_steps(
+    workload: Workload,
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    micro_batch: int,
+    *,
+    device: torch.device,
+    shape: Mapping[str, Any] | None = None,
+    steps: int = DEFAULT_STEPS,
+    accumulation: int = 1,
+    clip_norm: float | None = None,
+    observer: Observer,
+    now: Callable[[], float] = time.perf_counter,
+) -> tuple[float, ...]:
+    """Run full steps of a model that is built and placed, and return the seconds of each.
+
+    A training workload generates and evaluates once, after its last step, when weights and optimizer state are
+    all there. To an inference-only workload they are the work itself, so each step contains them.
+    """
+    whole_number(steps, "steps")
+    whole_number(accumulation, "accumulation")
+
+    def batch() -> Any:
+        observer.phase("batch")
+        return make_batch(workload, micro_batch, shape or {}, device)
+
+    def without_gradients() -> None:
+        for name, work in (("generate", workload.generate), ("evaluate", workload.evaluate)):
+            if work is not None:
+                inputs = batch()
+                observer.phase(name)
+                with torch.no_grad(), evaluating(model):
+                    work(model, inputs)
+                del inputs
+
+    seconds = []
+    if optimizers:
+        assert workload.loss is not None, "a workload with an optimizer has a loss"
+        # from_pretrained hands out a model in eval mode. One that trains already is left as it is: a part of it
+        # may be in eval mode on purpose (a frozen BatchNorm).
+        if not model.training:
+            model.train()
+        scaler = None if workload.scaler is None else workload.scaler()
+        for _ in range(steps):
+            start = now()
+            for _ in range(accumulation):
+                inputs = batch()
+                observer.phase("forward")
+                loss = checked_loss(workload.loss(model, inputs))
+                # Divided only where it must be: even a scalar division is an allocation in the trace.
+                loss = loss if accumulation == 1 else loss / accumulation
+                observer.phase("backward")
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                del inputs, loss
+            observer.phase("optimizer")
+            _update(model, optimizers, scaler, clip_norm)
+            seconds.append(now() - start)
+        without_gradients()
+        return tuple(seconds)
+
+    for _ in range(steps):
+        start = now()
+        for _ in range(accumulation):
+            if workload.loss is not None:
+                inputs = batch()
+                observer.phase("forward")
+                with torch.no_grad(), evaluating(model):
+                    workload.loss(model, inputs)
+                del inputs
+            without_gradients()
+        seconds.append(now() - start)
+    return tuple(seconds)
+
+
+def checked_loss(loss: Any) -> torch.Tensor:
+    """Return the loss if it can be differentiated, or say why it cannot."""
+    if not isinstance(loss, torch.Tensor):
+        holds = "; it has a .loss, return that" if isinstance(getattr(loss, "loss", None), torch.Tensor) else ""
+        raise InvalidInputError(f"loss= must return a scalar tensor; received {type(loss).__name__}{holds}.")
+    if loss.numel() != 1:
+        raise InvalidInputError(
+            f"loss= must return a scalar tensor; received one of shape {tuple(loss.shape)}.",
+            remedy="loss.mean(), the mean over the batch's units",
+        )
+    if not loss.requires_grad:
+        raise InvalidInputError(
+            "loss= returned a tensor that does not require a gradient, so there is nothing to train.",
+            remedy="compute it from the model it receives, without no_grad(), detach() or .item()",
+        )
+    return loss
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode, and each of its modules back into the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _update(model: nn.Module, optimizers: Sequence[Any], scaler: Any, clip_norm: float | None) -> None:
+    if clip_norm is not None:
+        if scaler is not None:
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], clip_norm)
+    for optimizer in optimizers:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+    if scaler is not None:
+        scaler.update()
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)

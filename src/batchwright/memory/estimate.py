@@ -1,0 +1,186 @@
+"""`estimate`: the peak memory of a step, predicted by tracing it on tensors that have no memory.
+
+Promises:
+- the number is traced at the size asked for, never extrapolated from another;
+- two steps are traced, because optimizer state appears in the first and counts from the second;
+- the largest micro-batch for a budget is traced too, and so is the next one, which does not fit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from batchwright.device.peak_bytes import PeakBytes
+from batchwright.errors import InvalidInputError, NothingFitsError
+from batchwright.memory.breakdown import Breakdown, break_down, parts_at_the_same_moment
+from batchwright.memory.largest import largest_within
+from batchwright.memory.result import PARTS, Estimate
+from batchwright.memory.tracing import Traced, trace_workload
+from batchwright.memory.what_if import what_if_savings
+from batchwright.units import format_bytes, parse_bytes, shortened, whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from batchwright.workload import Workload
+
+# What an upper bound adds to a trace: the worst case of benchmarks/memory_cpu.py stays within it.
+UPPER_MARGIN = 1.01
+# Parts that a device has but a host has not.
+_NOT_ON_A_HOST = ("slack", "context")
+# Beyond this the question is no longer one of memory.
+LARGEST_MICRO_BATCH = 2**20
+
+
+def estimate(
+    workload: Workload,
+    *,
+    micro_batch: int = 1,
+    on: str = "cpu",
+    shape: Mapping[str, Any] | None = None,
+    accumulation: int = 1,
+    clip_norm: float | None = None,
+    routing: str = "balanced",
+    memory: str | int | None = None,
+    what_if: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Estimate:
+    """Predict the peak memory of full training steps.
+
+    >>> import torch
+    >>> from batchwright import Workload
+    >>> workload = Workload(
+    ...     model=lambda: torch.nn.Linear(256, 256),
+    ...     batch=lambda n: torch.randn(n, 256),
+    ...     loss=lambda model, batch: model(batch).pow(2).mean(),
+    ...     optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    ... )
+    >>> found = estimate(workload, micro_batch=64)
+    >>> found.parts["weights"], found.parts["gradients"], found.peak_at.phase
+    (263168, 263168, 'backward')
+
+    `shape` goes to the workload's `batch`; `accumulation` micro-batches make a step. With `memory`, a budget such as
+    "16GiB", the largest micro-batch that stays within it is found first, and the answer is its estimate. `progress` is
+    told what is being traced.
+    """
+    if on != "cpu":
+        raise InvalidInputError(f"on must be 'cpu'; received {shortened(on)}.", remedy="simulated cards come later")
+    limit = None if memory is None else parse_bytes(memory)
+
+    say = progress or (lambda _: None)
+
+    runs: dict[int, Traced] = {}
+
+    def traced(size: int) -> Traced:
+        if size not in runs:
+            say(f"tracing micro-batch {size:,}")
+            runs[size] = trace_workload(
+                workload, size, shape=shape, accumulation=accumulation, clip_norm=clip_norm, routing=routing
+            )
+        return runs[size]
+
+    size = whole_number(micro_batch, "micro-batch")
+    _check_shape(workload, shape or {})
+    num_samples = LARGEST_MICRO_BATCH if workload.data is None else max(1, len(workload.data))
+    with _without_torchs_own_log():
+        if limit is not None:
+            size = _largest_for(limit, traced, cap=min(num_samples, LARGEST_MICRO_BATCH))
+        run = traced(size)
+        found = break_down(run.log)
+        # Half where a dataset has no more samples.
+        other_size = 2 * size if workload.data is None or 2 * size <= num_samples else size // 2
+        other = parts_at_the_same_moment(run.log, traced(other_size).log) if other_size else {}
+        savings = (
+            what_if_savings(
+                workload,
+                size,
+                run.log,
+                traced_shape=shape,
+                progress=say,
+                accumulation=accumulation,
+                clip_norm=clip_norm,
+                routing=routing,
+            )
+            if what_if
+            else ()
+        )
+    return Estimate(
+        name=workload.name,
+        micro_batch=size,
+        on=on,
+        peak_bytes=PeakBytes(found.peak_bytes),
+        upper_bytes=PeakBytes(round(found.peak_bytes * UPPER_MARGIN)),
+        parts=_all_parts(found),
+        grows_with_batch=_growth(found.parts, other, other_size - size if other_size else 0),
+        peak_at=found.moment,
+        largest=found.largest,
+        phases=found.phases,
+        source=f"predicted, routing {run.routing}" if run.routing else "predicted",
+        notes=run.notes,
+        limit_bytes=limit,
+        max_micro_batch=None if limit is None else size,
+        savings=savings,
+    )
+
+
+def _largest_for(limit: int, traced: Callable[[int], Traced], *, cap: int) -> int:
+    peaks: dict[int, Breakdown] = {}
+
+    def peak(size: int) -> int:
+        peaks[size] = break_down(traced(size).log)
+        return peaks[size].peak_bytes
+
+    size = largest_within(peak, limit, cap=cap)
+    if size is None:
+        needed = peaks[1]
+        parts = ", ".join(f"{part} {format_bytes(n)}" for part, n in sorted(needed.parts.items(), key=lambda p: -p[1]))
+        raise NothingFitsError(
+            f"micro-batch 1 does not fit into {format_bytes(limit)}.",
+            details=[f"needed {format_bytes(needed.peak_bytes)}: {parts}"],
+            remedy="--what-if in place of --max prints what each change of the set-up would save",
+        )
+    return size
+
+
+def _all_parts(found: Breakdown) -> dict[str, int | None]:
+    return {part: None if part in _NOT_ON_A_HOST else found.parts.get(part, 0) for part in PARTS}
+
+
+def _growth(parts: Mapping[str, int], other: Mapping[str, int], more: int) -> dict[str, int | None]:
+    """Bytes that one more sample adds; None where there is no other size to compare with."""
+    return {
+        part: None if part in _NOT_ON_A_HOST or not more else round((other.get(part, 0) - parts.get(part, 0)) / more)
+        for part in PARTS
+    }
+
+
+def _check_shape(workload: Workload, shape: Mapping[str, Any]) -> None:
+    """Say so where the workload's batch takes no such shape; calling it would blame the wrong place."""
+    if workload.batch is None or not shape:
+        return
+    try:
+        signature = inspect.signature(workload.batch)
+    except (TypeError, ValueError):
+        return  # some builtins have none
+    try:
+        signature.bind(1, **shape)
+    except TypeError:
+        takes = ", ".join(list(signature.parameters)[1:]) or "nothing else"
+        raise InvalidInputError(
+            f"the workload's batch cannot be called with {', '.join(shape)}; besides the number of samples it takes "
+            f"{takes}."
+        ) from None
+
+
+@contextmanager
+def _without_torchs_own_log() -> Iterator[None]:
+    """Keep torch from logging a traceback of its own for a mistake that the user is about to be shown."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled

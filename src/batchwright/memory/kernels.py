@@ -1,0 +1,91 @@
+"""What CPU kernels do to memory that the shape rules of fake tensors do not show.
+
+Copies that live only inside an operator are part of the peak all the same: in a conv net, in a recurrent one. Those of
+convolutions and LSTMs are asked of the kernel (`asked_kernels`); those of a few others are given here, read off torch
+2.13.0's source.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from batchwright.memory.asked_kernels import allocations_of, can_be_asked
+from batchwright.memory.recurrent import layer_with_workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_aten = torch.ops.aten
+
+
+class Moment(NamedTuple):
+    """One thing that happens inside an operator: a copy is made or dropped, or an output is made."""
+
+    num_bytes: int = 0
+    output: torch.Tensor | None = None
+
+
+def moments_of(func: Callable[..., Any], args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> list[Moment]:
+    """What happens inside an operator, in order: each of its outputs once, and the copies around them."""
+    if can_be_asked(func, args):
+        return _with_outputs(allocations_of(func, args), outputs)
+    made = [Moment(output=tensor) for tensor in outputs]
+    if func is _aten.native_batch_norm_backward.default and _is_cpu_float(args[0]):
+        # The CPU kernel normalises the input once more before it forms the gradient.
+        normalised = args[1].numel() * args[1].element_size()
+        return [Moment(normalised), *made[:1], Moment(-normalised), *made[1:]]
+    if func is _aten.embedding_dense_backward.default and not args[0].is_contiguous():
+        copied = args[0].numel() * args[0].element_size()
+        return [Moment(copied), *made, Moment(-copied)]
+    return made
+
+
+def _with_outputs(allocations: Sequence[int], outputs: Sequence[torch.Tensor]) -> list[Moment]:
+    """Put each output where the kernel allocated as much and did not free it."""
+    kept = _never_freed(allocations)
+    waiting = list(outputs)
+    moments = []
+    for position, num_bytes in enumerate(allocations):
+        if position in kept:
+            output = next((t for t in waiting if t.untyped_storage().nbytes() == num_bytes), None)
+            if output is not None:
+                waiting = [t for t in waiting if t is not output]
+                moments.append(Moment(output=output))
+        else:
+            moments.append(Moment(num_bytes))
+    return moments + [Moment(output=tensor) for tensor in waiting]
+
+
+def _never_freed(allocations: Sequence[int]) -> set[int]:
+    """Positions of the allocations that outlive the operator; of equal ones, the last."""
+    alive: dict[int, list[int]] = {}
+    for position, num_bytes in enumerate(allocations):
+        if num_bytes > 0:
+            alive.setdefault(num_bytes, []).append(position)
+        elif alive.get(-num_bytes):
+            alive[-num_bytes].pop(0)
+    return {position for positions in alive.values() for position in positions}
+
+
+def _is_cpu_float(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_floating_point() and tensor.dim() >= 3
+
+
+def _grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """The CPU kernel takes any floating type; the fake rule of torch 2.13 admits bfloat16 only."""
+    dtype = out_dtype or a.dtype
+    if a.dim() == 2 and b.dim() == 2:
+        return a.new_empty((offs.shape[0], a.shape[0], b.shape[1]), dtype=dtype)
+    rows = a.shape[:-1] if a.dim() == 3 or b.dim() == 3 else (a.shape[0],)
+    return a.new_empty((*rows, b.shape[-1]), dtype=dtype)
+
+
+# Operators whose shapes we give ourselves, because the fake rule is missing or refuses what the CPU runs.
+SHAPE_RULES: dict[Any, Callable[..., Any]] = {
+    _aten._grouped_mm.default: _grouped_mm,
+    _aten.mkldnn_rnn_layer.default: layer_with_workspace,
+}

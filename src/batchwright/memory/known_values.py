@@ -1,0 +1,156 @@
+"""Values of tiny tensors, kept beside their fake twins, so that counters and flags can be read while tracing.
+
+A fake tensor has no values, yet optimizers read their step counters and models the few numbers they made
+themselves. Whatever is computed from constants alone stays known here, up to a few kilobytes.
+
+Promises:
+- only what follows from constants is known; data and random numbers never are, unless a constant outweighs them;
+- a write whose result is not known makes its target unknown.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_iter, tree_map
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LARGEST_KNOWN_BYTES = 4096
+
+_aten = torch.ops.aten
+_UNKNOWABLE = {
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
+# Its only effect on values is to flag an overflow; a run that overflows skips its step, so we assume none does.
+_HARMLESS_WRITES = {_aten._amp_foreach_non_finite_check_and_unscale_.default}
+# What decides the result whatever the other side is.
+_ABSORBING: dict[Any, bool] = {
+    _aten.bitwise_or.Tensor: True,
+    _aten.logical_or.default: True,
+    _aten.bitwise_and.Tensor: False,
+    _aten.logical_and.default: False,
+}
+
+
+class KnownValues:
+    """A real twin of each tiny storage whose content follows from constants."""
+
+    def __init__(self) -> None:
+        self._twins: dict[int, torch.Tensor] = {}
+
+    def learn(self, fake: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:
+        """Take note of what a tiny tensor holds; `make` makes it, contiguous as the fake one is."""
+        if _num_bytes(fake) <= LARGEST_KNOWN_BYTES:
+            with unset_fake_temporarily(), torch.no_grad():
+                self._twins[fake.untyped_storage()._cdata] = make().contiguous()
+
+    def forget(self, storage_key: int) -> None:
+        """Drop the twin of a storage that died."""
+        self._twins.pop(storage_key, None)
+
+    def read(self, tensor: torch.Tensor) -> Any:
+        """The value of a one-element tensor, or None where it is not known."""
+        known = self._real(tensor)
+        with unset_fake_temporarily():
+            return None if known is None else known.item()
+
+    def holds(self, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> bool:
+        """Whether a tensor is known to hold just what `make` makes."""
+        known = self._real(tensor)
+        if known is None:
+            return False
+        with unset_fake_temporarily():
+            return torch.equal(known, make().to(known.dtype))
+
+    def follow(self, func: Callable[..., Any], args: Any, kwargs: Any, outputs: Any) -> None:
+        """Compute for real what just ran on fake tensors, where everything it read is known."""
+        fakes = [t for t in tree_iter(outputs) if isinstance(t, torch.Tensor)]
+        written = self._written(func, args, kwargs)
+        if not fakes and not written:
+            return
+        if func in _HARMLESS_WRITES:
+            return
+        for fake in fakes:
+            # A literal, such as torch.tensor(0.0). Copied: the fake mode goes on to change its own.
+            constant = fake.constant if isinstance(fake, FakeTensor) else None
+            if constant is not None and not written and _num_bytes(fake) <= LARGEST_KNOWN_BYTES:
+                with unset_fake_temporarily():
+                    self._twins[fake.untyped_storage()._cdata] = constant.clone()
+        if func in _UNKNOWABLE or _is_random(func) or any(_num_bytes(t) > LARGEST_KNOWN_BYTES for t in fakes):
+            self._invalidate(written)
+            return
+        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if not all(self._real(t) is not None for t in inputs):
+            self._invalidate(written)
+            self._follow_absorbed(func, inputs, fakes)
+            return
+        with unset_fake_temporarily(), torch.no_grad():
+            try:
+                real = func(*tree_map(self._as_real, args), **tree_map(self._as_real, kwargs))
+            except (RuntimeError, NotImplementedError):
+                self._invalidate(written)
+                return
+        results = [t for t in tree_iter(real) if isinstance(t, torch.Tensor)]
+        for fake, value in zip(fakes, results, strict=False):
+            key = fake.untyped_storage()._cdata
+            if key not in self._twins and value.untyped_storage().nbytes() >= fake.untyped_storage().nbytes():
+                self._twins[key] = value
+
+    def _follow_absorbed(self, func: Callable[..., Any], inputs: list[torch.Tensor], fakes: list[torch.Tensor]) -> None:
+        """Know `true | unknown` and `false & unknown`: a stopping rule that has said yes."""
+        absorbing = _ABSORBING.get(func)
+        if absorbing is None or (absorbing and any(t.dtype is not torch.bool for t in inputs)):
+            return
+        known = [value for value in map(self._real, inputs) if value is not None]
+        with unset_fake_temporarily():
+            is_absorbed = any(bool((value.bool() == absorbing).all()) for value in known)
+        if is_absorbed:
+            self.learn(fakes[0], lambda: torch.full(fakes[0].shape, absorbing, dtype=fakes[0].dtype))
+
+    def _as_real(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._real(value)
+        # Device arguments name a simulated device; the twins live on the host.
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    def _real(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if not isinstance(tensor, FakeTensor):
+            return tensor if _num_bytes(tensor) <= LARGEST_KNOWN_BYTES and tensor.device.type != "meta" else None
+        twin = self._twins.get(tensor.untyped_storage()._cdata)
+        if twin is None:
+            return None
+        with unset_fake_temporarily():
+            flat = torch.empty(0, dtype=tensor.dtype).set_(twin.untyped_storage())
+            return torch.as_strided(flat, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _written(self, func: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+        schema = getattr(func, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return []
+        written = []
+        for position, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                written += [t for t in tree_iter(value) if isinstance(t, torch.Tensor)]
+        return written
+
+    def _invalidate(self, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self.forget(tensor.untyped_storage()._cdata)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_random(func: Callable[..., Any]) -> bool:
+    tags = getattr(func, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags

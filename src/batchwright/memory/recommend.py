@@ -1,0 +1,212 @@
+"""`recommend`: a micro-batch for a model of which only the size or the name is known.
+
+Promises:
+- the answer is computed from a real shape, a stated length and a stated way of tuning, by the formulas of this folder;
+- a fifth of the memory stays free, for what the formulas leave out; the micro-batch is a power of two;
+- a common rule of thumb stands beside it, and is called that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from batchwright.catalogue.models import find_model
+from batchwright.errors import InvalidInputError
+from batchwright.memory.formulas import checked_length
+from batchwright.memory.numerics import Setup
+from batchwright.memory.rule_of_thumb import RuleOfThumb, apply_rule
+from batchwright.memory.step_moments import step_moments
+from batchwright.units import format_bytes, parse_bytes, shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from rich.console import RenderableType
+
+    from batchwright.catalogue.models import ModelShape
+
+# The shape that stands for a size.
+SIZES = {
+    "1b": "llama-3.2-1b",
+    "3b": "llama-3.2-3b",
+    "7b": "llama-2-7b",
+    "13b": "llama-2-13b",
+    "30b": "llama-30b",
+    "70b": "llama-2-70b",
+}
+# What a task is in tensors. A head of two numbers a position is all that classification and question answering add.
+TASKS = {
+    "classification": "a small head, no vocabulary",
+    "generation": "logits over the vocabulary at every position; a cache of keys and values when generating",
+    "qa": "two logits at every position, no vocabulary",
+}
+USED_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The micro-batch for one model and one memory; None where not even one sample fits."""
+
+    size: str
+    model: str
+    memory_bytes: int
+    fits: bool
+    recommended_batch_size: int | None
+    memory_per_sample: int
+    estimated_memory_usage: int | None
+    gradient_accumulation_for_32: int | None
+    gradient_accumulation_for_64: int | None
+    needed_bytes: int
+    remedy: str
+    rule_of_thumb: RuleOfThumb | None
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A micro-batch for each model and each memory that was asked about.
+
+    >>> recommend("7b", "24GiB").answers[0].recommended_batch_size
+    2
+    """
+
+    task: str
+    tuning: str
+    seq_len: int
+    precision: str
+    checkpointing: bool
+    answers: tuple[Answer, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether anything fits anywhere."""
+        return any(answer.fits for answer in self.answers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data, the same as `batchwright recommend --json` prints.
+
+        A single answer has its keys at the top as well.
+        """
+        settings = {
+            "task": self.task,
+            "tuning": self.tuning,
+            "seq_len": self.seq_len,
+            "precision": self.precision,
+            "checkpointing": self.checkpointing,
+        }
+        answers = [{**asdict(answer), **settings} for answer in self.answers]
+        single = answers[0] if len(answers) == 1 else {}
+        return {"schema": 1, "source": "formula", **settings, **single, "fits": self.fits, "answers": answers}
+
+    def __rich__(self) -> RenderableType:
+        from batchwright.report.recommend_text import draw_recommendation
+
+        return draw_recommendation(self)
+
+    def _repr_html_(self) -> str:
+        from batchwright.report.html import table_to_html
+        from batchwright.report.recommend_text import (
+            recommendation_columns,
+            recommendation_remarks,
+            summarize_recommendation,
+        )
+
+        columns, remarks = recommendation_columns(self), recommendation_remarks(self)
+        return table_to_html(summarize_recommendation(self), columns, remarks)
+
+
+def recommend(
+    sizes: str | Iterable[str],
+    memory: str | int | Iterable[str | int],
+    *,
+    task: str = "classification",
+    tuning: str = "lora",
+    seq_len: int = 512,
+    precision: str = "bf16",
+    checkpointing: bool = False,
+) -> Recommendation:
+    """Recommend a micro-batch for each size in each memory.
+
+    >>> [a.recommended_batch_size for a in recommend(["7b", "13b"], ["24GB", "40GB"], tuning="qlora").answers]
+    [4, 8, 2, 4]
+
+    A size is 1b, 3b, 7b, 13b, 30b or 70b, or any name of the catalogue; a memory is bytes or text such as "24GiB".
+    """
+    if not isinstance(task, str) or task.lower() not in TASKS:
+        raise InvalidInputError(f"task must be one of {', '.join(TASKS)}; received {shortened(task)}.")
+    setup = Setup.of(precision=precision, tuning=tuning, checkpointing=checkpointing)
+    wanted = [sizes] if isinstance(sizes, str) else list(sizes)
+    memories = [memory] if isinstance(memory, (str, int)) else list(memory)
+    if not wanted or not memories:
+        raise InvalidInputError("a recommendation needs at least one size and one memory.", remedy="7b in 24GiB")
+    shapes = [(size, find_model(SIZES.get(size.lower(), size) if isinstance(size, str) else size)) for size in wanted]
+    amounts = [parse_bytes(amount) for amount in memories]
+    length = min(checked_length(shape, seq_len) for _, shape in shapes)
+    return Recommendation(
+        task.lower(),
+        setup.tuning,
+        length,
+        setup.precision.name,
+        setup.checkpointing,
+        tuple(
+            _answer(size, shape, amount, setup, length, task.lower()) for size, shape in shapes for amount in amounts
+        ),
+    )
+
+
+def needed_bytes(shape: ModelShape, setup: Setup, *, micro_batch: int, seq_len: int, task: str) -> int:
+    """Return the peak of a step of this task, with the generation that goes with it."""
+    return max(_totals(shape, setup, micro_batch, seq_len, task))
+
+
+def _totals(shape: ModelShape, setup: Setup, samples: int, seq_len: int, task: str) -> list[int]:
+    generates = task == "generation"
+    moments = step_moments(shape, setup, micro_batch=samples, seq_len=seq_len, has_vocabulary=generates)
+    totals = [moment.total for moment in moments]
+    if generates:
+        # Between two steps: keys and values of every layer, and fp32 logits of the last position.
+        cache = 2 * shape.layers * shape.key_width * setup.precision.compute * seq_len
+        held = moments[-1].weights + moments[-1].optimizer
+        totals.append(held + samples * (cache + 4 * shape.vocab))
+    return totals
+
+
+def _answer(size: str, shape: ModelShape, memory: int, setup: Setup, seq_len: int, task: str) -> Answer:
+    usable = int(memory * USED_SHARE)
+
+    def needed(samples: int, chosen: Setup = setup) -> int:
+        return needed_bytes(shape, chosen, micro_batch=samples, seq_len=seq_len, task=task)
+
+    batch = None
+    if needed(1) <= usable:
+        batch = 1
+        while needed(2 * batch) <= usable:
+            batch *= 2
+    # Every moment grows evenly; a sample costs what the fastest of them grows by.
+    one, two = (_totals(shape, setup, samples, seq_len, task) for samples in (1, 2))
+    return Answer(
+        size=size,
+        model=shape.name,
+        memory_bytes=memory,
+        fits=batch is not None,
+        recommended_batch_size=batch,
+        memory_per_sample=max(after - before for before, after in zip(one, two, strict=True)),
+        estimated_memory_usage=None if batch is None else needed(batch),
+        gradient_accumulation_for_32=None if batch is None else max(1, -(-32 // batch)),
+        gradient_accumulation_for_64=None if batch is None else max(1, -(-64 // batch)),
+        needed_bytes=needed(1),
+        remedy="" if batch is not None else _remedy(setup, needed),
+        rule_of_thumb=apply_rule(size.lower(), memory, task),
+    )
+
+
+def _remedy(setup: Setup, needed: Callable[[int, Setup], int]) -> str:
+    """Say what cheaper ways of tuning need for one sample."""
+    ways = ((setup.tuning, True), ("lora", False), ("qlora", False), ("qlora", True))
+    offers = []
+    for tuning, checkpointing in dict.fromkeys(ways):
+        cheaper = replace(setup, tuning=tuning, checkpointing=checkpointing)
+        if needed(1, cheaper) < needed(1, setup):
+            flags = f"--tuning {tuning}{' --checkpointing' if checkpointing else ''}"
+            offers.append(f"{flags} ({format_bytes(needed(1, cheaper))})")
+    return " or ".join(offers) or "a smaller model or shorter samples"

@@ -1,0 +1,95 @@
+"""What a trace must refuse, where torch itself would fail in words of its own or go on with a wrong number.
+
+Promises:
+- values that leave the tensors (numpy, pickle, dlpack) are refused where they leave, so that the user's line is known;
+- an operator that is not torch's own, and whose shape rule is missing or fails, is refused by its name;
+- torch's classes come back as they were.
+"""
+
+from __future__ import annotations
+
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+# What torch raises by itself where it needs values, or has no rule.
+TORCHS_OWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+_WAYS_OUT = ("numpy", "__reduce_ex__", "__dlpack__")
+_NAMESPACES_OF_TORCH = ("aten", "prim", "prims")
+
+
+class NotFollowedError(Exception):
+    """An operator that the trace cannot follow, and why; `tracing` turns it into what the user reads."""
+
+    def __init__(self, operator: str, reason: str) -> None:
+        super().__init__(f"{operator}: {reason}")
+        self.func = operator
+        self.reason = reason
+
+
+@contextmanager
+def values_stay_inside() -> Iterator[None]:
+    """Refuse to hand out what a traced tensor has not got."""
+    # On the class, not through a TorchFunctionMode: under such a mode modules leave their fast paths.
+    for name in _WAYS_OUT:
+        setattr(FakeTensor, name, _refusal(name))
+    try:
+        yield
+    finally:
+        for name in _WAYS_OUT:
+            delattr(FakeTensor, name)
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotFollowedError(f"Tensor.{name}", "it takes values out of a tensor, and a traced tensor has none")
+
+    return refuse
+
+
+def shapes_from(rule: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
+    """Run the shape rule of an operator; say of one that is not torch's own that its rule is missing or fails."""
+    try:
+        return rule(*args, **kwargs)
+    except (*TORCHS_OWN, NotFollowedError):
+        raise
+    except Exception as error:
+        # Torch checks shapes in its own rules, so what they raise is most likely the user's mistake; but no mistake
+        # in shapes is "not implemented".
+        if func.namespace in _NAMESPACES_OF_TORCH and not isinstance(error, NotImplementedError):
+            raise
+        told = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise NotFollowedError(str(func), f"its shape rule is missing or fails ({told})") from error
+
+
+def place_in_torch(error: AssertionError) -> str | None:
+    """Where torch came upon a tensor that fake ones cannot stand for (a nested one); None for any other assertion."""
+    fakes = str(Path(torch._subclasses.__file__).parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not frames[-1].filename.startswith(fakes):
+        return None
+    callers = [frame for frame in frames if not frame.filename.startswith(fakes)]
+    return f"{Path(callers[-1].filename).stem}.{callers[-1].name}"
+
+
+def storage_of(tensor: torch.Tensor, operator: str) -> torch.UntypedStorage:
+    """The one storage of a tensor; what has none, or several, is refused."""
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError as error:
+        kind = str(tensor.layout).removeprefix("torch.").removeprefix("_")
+        kind = "opaque" if kind == "strided" else kind
+        raise NotFollowedError(operator, f"it makes a tensor of {kind} layout, whose memory is not followed") from error

@@ -1,0 +1,200 @@
+"""Follow every storage of a run from birth to death, on tensors that have no memory.
+
+A dispatch mode over fake tensors sees each operator of forward, backward and optimizer step, and the storages
+it makes; a storage's death is its last reference going. What comes out is a log of blocks.
+
+Promises:
+- no tensor of the run has real memory, except tiny ones whose values are known, and the few samples on which a
+  convolution or LSTM is asked what it allocates;
+- the user's objects are not changed;
+- what cannot be followed ends in an error that names the operator and the user's line, never in a wrong number.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from batchwright.memory.blocks import Block, Log
+from batchwright.memory.kernels import SHAPE_RULES, Moment, moments_of
+from batchwright.memory.known_values import KnownValues
+from batchwright.memory.refusals import shapes_from, storage_of
+from batchwright.memory.routing import Routing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from torch import nn
+
+_READ_SCALAR = torch.ops.aten._local_scalar_dense.default
+
+
+class Trace(TorchDispatchMode):
+    """The mode that sees every operator and keeps the log."""
+
+    def __init__(self, *, routing: str = "balanced") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log = Log()
+        self.notes: dict[str, None] = {}
+        self.values = KnownValues()
+        self.routing = Routing(routing, self.values)
+        self.optimizers: list[Any] = []
+        self._alive: dict[int, Block] = {}
+        self._modules: list[str] = []
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Which module ran when an autograd node was made, so that its backward can be laid at the same door.
+        self._module_of_node: dict[int, str] = {}
+        self._hooks = ExitStack()
+
+    def phase(self, name: str) -> None:
+        """Note that a phase begins; called by the step as it runs."""
+        if self.log.phase == "optimizer":
+            self._mark_optimizer_state()
+        self._modules.clear()
+        self.log.enter(name)
+
+    def _mark_optimizer_state(self) -> None:
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                name = self._owners.get(parameter, "") if isinstance(parameter, torch.Tensor) else ""
+                for tensor in tree_iter(state):
+                    if isinstance(tensor, torch.Tensor):
+                        self.mark(tensor, "optimizer", "state", name)
+
+    def watch(self, model: nn.Module) -> None:
+        """Learn the names of the modules, and recognise gradients as they are made."""
+        self._names.update({module: name for name, module in model.named_modules()})
+        for name, parameter in model.named_parameters():
+            self._owners[parameter] = name
+            self._see(parameter, "parameter")
+            self.mark(parameter, "weights", "parameter", name)
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(self._mark_gradient)
+                self._hooks.callback(handle.remove)
+        for name, buffer in model.named_buffers():
+            self._see(buffer, "buffer")
+            self.mark(buffer, "weights", "buffer", name)
+
+    def mark(self, tensor: torch.Tensor | None, part: str, operator: str, name: str) -> None:
+        """Say what a block turned out to be, and whose it is."""
+        block = None if tensor is None else self._alive.get(tensor.untyped_storage()._cdata)
+        if block is not None:
+            block.part, block.operator, block.module = part, operator, name
+
+    def _mark_gradient(self, parameter: torch.Tensor) -> None:
+        self.mark(parameter.grad, "gradients", "gradient", self._owners.get(parameter, ""))
+
+    def __enter__(self) -> Trace:
+        enter = torch.nn.modules.module.register_module_forward_pre_hook(self._enter_module)
+        leave = torch.nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True)
+        self._hooks.callback(enter.remove)
+        self._hooks.callback(leave.remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._hooks.close()
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator on fake tensors and note the storages it made."""
+        kwargs = kwargs or {}
+        if func is _READ_SCALAR:
+            return self._read_scalar(func, args[0])
+        if self._modules:
+            # The node of this operator has just been numbered; its backward will carry the same number.
+            self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = self._modules[-1]
+        outputs = self.routing.answer(func, args)
+        if outputs is None:
+            outputs = shapes_from(SHAPE_RULES.get(func, func), func, args, kwargs)
+        operator = str(func).removesuffix(".default")
+        made = [tensor for tensor in tree_iter(outputs) if isinstance(tensor, torch.Tensor)]
+        self._see_made(moments_of(func, args, made), operator)
+        self.values.follow(func, args, kwargs, outputs)
+        self.routing.follow(func, args, outputs)
+        return outputs
+
+    def _see_made(self, moments: list[Moment], operator: str) -> None:
+        """Note the outputs of an operator, and the kernel's own copies around them."""
+        copies: dict[int, list[Block]] = {}
+        for num_bytes, output in moments:
+            if output is not None:
+                self._see(output, operator)
+            elif num_bytes > 0:
+                copies.setdefault(num_bytes, []).append(self._born(num_bytes, operator, part="workspaces"))
+            elif num_bytes < 0 and copies.get(-num_bytes):
+                self._died(copies[-num_bytes].pop())
+
+    def _see(self, tensor: torch.Tensor, operator: str) -> None:
+        storage = storage_of(tensor, operator)
+        key, num_bytes = storage._cdata, storage.nbytes()
+        block = self._alive.get(key)
+        if block is not None:
+            if num_bytes != block.num_bytes:
+                self.log.changes.append((block, num_bytes - block.num_bytes))
+                block.num_bytes = num_bytes
+            return
+        if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
+            self.notes["some tensors are real: what they hold was counted, but was also allocated"] = None
+        block = self._born(num_bytes, operator, shape=tuple(tensor.shape))
+        self._alive[key] = block
+        weakref.finalize(storage, self._storage_died, key)
+
+    def _born(self, num_bytes: int, operator: str, *, part: str | None = None, shape: tuple[int, ...] = ()) -> Block:
+        phase = self.log.phase
+        in_backward = phase == "backward"
+        module = self._module_in_backward() if in_backward and not self._modules else (self._modules or [""])[-1]
+        block = Block(
+            num_bytes, phase, module, operator, shape, part, is_recomputed=in_backward and bool(self._modules)
+        )
+        self.log.changes.append((block, num_bytes))
+        return block
+
+    def _died(self, block: Block) -> None:
+        block.died_in = self.log.phase
+        self.log.changes.append((block, -block.num_bytes))
+
+    def _storage_died(self, key: int) -> None:
+        block = self._alive.pop(key, None)
+        if block is not None:
+            self._died(block)
+            self.values.forget(key)
+            self.routing.forget(key)
+
+    def _read_scalar(self, func: Callable[..., Any], tensor: torch.Tensor) -> Any:
+        value = self.values.read(tensor)
+        if value is not None:
+            return value
+        if self.log.phase == "optimizer" and tensor.is_floating_point():
+            # Adafactor scales its rate by the norm of a weight: a number that moves no memory.
+            self.notes["numbers that the optimizer reads from its tensors were taken as 1"] = None
+            return 1.0
+        if self.log.phase == "generate" and tensor.dtype is torch.bool:
+            # "Has every sequence ended?" depends on the tokens; the memory is that of the one that never ends.
+            self.notes["generation was taken to end at its full length, by no token"] = None
+            return False
+        return func(tensor)
+
+    def _enter_module(self, module: nn.Module, _: Any) -> None:
+        self._modules.append(self._names.get(module, self._modules[-1] if self._modules else ""))
+
+    def _leave_module(self, module: nn.Module, _: Any, __: Any) -> None:
+        if self._modules:
+            self._modules.pop()
+
+    def _module_in_backward(self) -> str:
+        node = torch._C._current_autograd_node()
+        return self._module_of_node.get(node._sequence_nr(), "") if node is not None else ""

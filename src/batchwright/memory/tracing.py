@@ -1,0 +1,122 @@
+"""Run a workload's step on fake tensors and return the log of its memory.
+
+Promises:
+- what runs is the very function that a real probe runs, with fake parameters put in;
+- the random state, the grad mode and the default device come back as they were;
+- a step that needs real values ends in `CannotTraceError`, which names the operator and the user's line.
+"""
+
+from __future__ import annotations
+
+import traceback
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+import batchwright
+from batchwright.device.step import run_probe
+from batchwright.errors import CannotTraceError
+from batchwright.memory.fake_model import build_skeleton, fake_copy
+from batchwright.memory.refusals import TORCHS_OWN, NotFollowedError, place_in_torch, values_stay_inside
+from batchwright.memory.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from batchwright.memory.blocks import Log
+    from batchwright.workload import Workload
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The log of a run, and what has to be said about it."""
+
+    log: Log
+    notes: tuple[str, ...]
+    # How experts were assumed to share tokens, where the step asked; None where it did not.
+    routing: str | None = None
+
+
+def trace_workload(
+    workload: Workload,
+    micro_batch: int,
+    *,
+    shape: Mapping[str, Any] | None = None,
+    steps: int = 2,
+    accumulation: int = 1,
+    clip_norm: float | None = None,
+    routing: str = "balanced",
+) -> Traced:
+    """Trace full steps at one size."""
+    device = torch.device("cpu")
+    skeleton, notes = build_skeleton(workload)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    trace = Trace(routing=routing)
+
+    def build(_: Workload, __: torch.device) -> nn.Module:
+        model = fake_copy(skeleton, mode, device)
+        trace.watch(model)
+        return model
+
+    def optimizer(parameters: Any) -> Any:
+        assert workload.optimizer is not None
+        made = workload.optimizer(parameters)
+        trace.optimizers += list(made) if isinstance(made, list | tuple) else [made]
+        return made
+
+    watched = workload if workload.optimizer is None else replace(workload, optimizer=optimizer)
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(values_stay_inside())
+        stack.enter_context(mode)
+        stack.enter_context(trace)
+        try:
+            run_probe(
+                watched,
+                micro_batch,
+                device=device,
+                shape=shape,
+                steps=steps,
+                accumulation=accumulation,
+                clip_norm=clip_norm,
+                observer=trace,
+                build=build,
+            )
+        except (*TORCHS_OWN, NotFollowedError) as error:
+            raise _explained(error) from error
+        except AssertionError as error:
+            place = place_in_torch(error)
+            if place is None:
+                raise
+            raise _explained(error, place, "torch's fake tensors do not know it") from error
+    if trace.routing.was_assumed:
+        notes.append(trace.routing.note)
+    return Traced(trace.log, (*notes, *trace.notes), routing if trace.routing.was_assumed else None)
+
+
+def _explained(error: Exception, operator: str = "", reason: str = "") -> CannotTraceError:
+    operator = operator or str(getattr(error, "func", error)).splitlines()[0]
+    reason = reason or getattr(error, "reason", "torch knows no shape rule for it")
+    if isinstance(error, DataDependentOutputException):
+        reason = "it reads a value out of a tensor, and a traced tensor has none"
+    elif isinstance(error, DynamicOutputShapeException):
+        reason = "the size of its result depends on values, and a traced tensor has none"
+    line = _users_line(error)
+    return CannotTraceError(
+        f"the step cannot be traced: operator {operator}: {reason}.",
+        details=[f"at {line}"] if line else [],
+        remedy="keep that line out of the step that is traced; as it is, only running the step can tell",
+    )
+
+
+def _users_line(error: BaseException) -> str:
+    """The innermost line that is neither torch's nor ours."""
+    ours = (str(Path(torch.__file__).parent), str(Path(batchwright.__file__).parent))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*ours, "<"))]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""

@@ -1,0 +1,241 @@
+"""One probe: its phases, what it checks, and that the user's own errors stay the user's own."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchwright.device.step import PHASES, evaluating, run_probe
+from batchwright.errors import InvalidInputError
+from tests.device.workloads import make_linear, mean_square
+
+CPU = torch.device("cpu")
+STEP = ["batch", "forward", "backward", "optimizer"]
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def phase(self, name: str) -> None:
+        self.phases.append(name)
+
+
+def phases_of(workload: Any, **options: Any) -> list[str]:
+    heard = Heard()
+    run_probe(workload, 4, device=CPU, observer=heard, **options)
+    assert set(heard.phases) <= set(PHASES)
+    return heard.phases
+
+
+class TestPhases:
+    def test_two_steps_of_training(self) -> None:
+        assert phases_of(make_linear()) == ["build", *STEP, *STEP, "done"]
+
+    def test_accumulation(self) -> None:
+        window = ["batch", "forward", "backward"] * 3 + ["optimizer"]
+        assert phases_of(make_linear(), accumulation=3, steps=1) == ["build", *window, "done"]
+
+    def test_training_generates_and_evaluates_once_after_its_steps(self) -> None:
+        workload = make_linear(generate=lambda model, batch: model(batch), evaluate=lambda model, batch: model(batch))
+        after = ["batch", "generate", "batch", "evaluate"]
+        assert phases_of(workload) == ["build", *STEP, *STEP, *after, "done"]
+
+    def test_inference_generates_in_each_step(self) -> None:
+        workload = make_linear(optimizer=None, generate=lambda model, batch: model(batch))
+        step = ["batch", "forward", "batch", "generate"]
+        assert phases_of(workload) == ["build", *step, *step, "done"]
+
+    def test_inference_without_a_loss(self) -> None:
+        workload = make_linear(optimizer=None, loss=None, evaluate=lambda model, batch: model(batch))
+        assert phases_of(workload, steps=1) == ["build", "batch", "evaluate", "done"]
+
+    def test_seconds_of_each_step(self) -> None:
+        ticks = iter(range(100))
+        assert run_probe(make_linear(), 4, device=CPU, steps=3, now=lambda: float(next(ticks))) == (1.0, 1.0, 1.0)
+
+
+class TestWhatRuns:
+    def test_training_steps_equal_a_plain_loop(self) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 1)
+        twin = copy.deepcopy(model)
+        data = torch.randn(4, 8)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        for _ in range(2):
+            for _ in range(3):
+                (mean_square(twin, data) / 3).backward()
+            nn.utils.clip_grad_norm_(twin.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        run_probe(make_linear(model=model, batch=lambda n: data), 4, device=CPU, accumulation=3, clip_norm=0.01)
+
+        assert torch.equal(model.weight, twin.weight)
+        assert model.weight.grad is None
+
+    def test_batch_receives_size_and_shape(self) -> None:
+        asked: list[Any] = []
+
+        def batch(n: int, seq_len: int = 1) -> torch.Tensor:
+            asked.append((n, seq_len))
+            return torch.ones(n, 8)
+
+        run_probe(make_linear(batch=batch), 5, device=CPU, shape={"seq_len": 7}, steps=1)
+        assert asked == [(5, 7)]
+
+    def test_optimizer_receives_only_what_is_trained(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        model[0].requires_grad_(False)
+        received: list[Any] = []
+
+        def optimizer(params: Any) -> Any:
+            received.extend(params)
+            return torch.optim.SGD(received)
+
+        run_probe(make_linear(model=model, optimizer=optimizer), 4, device=CPU)
+        assert [id(p) for p in received] == [id(p) for p in model[1].parameters()]
+
+    def test_several_optimizers_all_step(self) -> None:
+        model = nn.Linear(8, 1)
+        before = copy.deepcopy(model.state_dict())
+
+        def optimizers(params: Any) -> Any:
+            weight, bias = params
+            return [torch.optim.SGD([weight], lr=0.1), torch.optim.AdamW([bias], lr=0.1)]
+
+        run_probe(make_linear(model=model, optimizer=optimizers), 4, device=CPU)
+        assert not torch.equal(model.weight, before["weight"])
+        assert not torch.equal(model.bias, before["bias"])
+
+    @pytest.mark.parametrize("clip_norm", [None, 0.5])
+    def test_scaler_scales_steps_and_updates(self, clip_norm: float | None) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+        run_probe(make_linear(scaler=lambda: scaler), 4, device=CPU, clip_norm=clip_norm)
+        assert scaler.get_scale() == 16.0
+
+    def test_gradients_are_unscaled_before_they_are_clipped(self) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 1)
+        twin = copy.deepcopy(model)
+        data = torch.randn(4, 8)
+        run_probe(make_linear(model=twin, batch=lambda n: data), 4, device=CPU, clip_norm=1.0)
+        scaled = make_linear(
+            model=model, batch=lambda n: data, scaler=lambda: torch.amp.GradScaler("cpu", init_scale=1024.0)
+        )
+        run_probe(scaled, 4, device=CPU, clip_norm=1.0)
+        assert torch.allclose(model.weight, twin.weight)
+
+    def test_nothing_of_a_step_lives_into_the_next(self) -> None:
+        made: list[weakref.ref[torch.Tensor]] = []
+
+        def batch(n: int) -> torch.Tensor:
+            assert all(earlier() is None for earlier in made)
+            data = torch.randn(n, 8)
+            made.append(weakref.ref(data))
+            return data
+
+        def generate(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return mean_square(model, batch)
+
+        run_probe(make_linear(batch=batch, generate=generate), 4, device=CPU, accumulation=2)
+        run_probe(make_linear(batch=batch, optimizer=None, generate=generate), 4, device=CPU)
+        assert len(made) == 5 + 4
+
+    def test_inference_makes_no_gradients_and_is_in_eval_mode(self) -> None:
+        model = nn.Linear(8, 1)
+        seen: list[tuple[bool, bool]] = []
+
+        def forward(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = model(batch)
+            seen.append((output.requires_grad, model.training))
+            return output
+
+        run_probe(make_linear(model=model, optimizer=None, loss=forward, generate=forward), 4, device=CPU, steps=1)
+        assert seen == [(False, False)] * 2
+        assert model.training
+
+    def test_a_model_in_eval_mode_trains(self) -> None:
+        # As from_pretrained hands it out.
+        model = nn.Sequential(nn.Linear(8, 1), nn.Dropout()).eval()
+        run_probe(make_linear(model=model), 4, device=CPU)
+        assert model[1].training
+
+    def test_evaluating_gives_each_module_its_own_mode_back(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        model[1].eval()
+        with evaluating(model):
+            assert not any(module.training for module in model.modules())
+        with pytest.raises(ZeroDivisionError), evaluating(model):
+            raise ZeroDivisionError
+        assert [module.training for module in model.modules()] == [True, True, False]
+
+    def test_the_model_is_built_where_it_is_asked_to_be(self) -> None:
+        def build(workload: Any, device: torch.device) -> nn.Module:
+            return nn.Linear(8, 1).double()
+
+        run_probe(make_linear(batch=lambda n: torch.ones(n, 8).double()), 4, device=CPU, build=build)
+
+
+class TestWrongWorkloads:
+    def complaint(self, micro_batch: int = 4, **changes: Any) -> str:
+        with pytest.raises(InvalidInputError) as raised:
+            run_probe(make_linear(**changes), micro_batch, device=CPU)
+        return str(raised.value)
+
+    def test_loss_is_no_scalar(self) -> None:
+        text = self.complaint(loss=lambda model, batch: model(batch))
+        assert "received one of shape (4, 1)" in text
+        assert "try: loss.mean()" in text
+
+    def test_loss_is_no_tensor(self) -> None:
+        assert "received float" in self.complaint(loss=lambda model, batch: mean_square(model, batch).item())
+
+    def test_loss_is_a_models_whole_output(self) -> None:
+        text = self.complaint(loss=lambda model, batch: SimpleNamespace(loss=mean_square(model, batch)))
+        assert "it has a .loss, return that" in text
+
+    def test_loss_has_no_gradient(self) -> None:
+        text = self.complaint(loss=lambda model, batch: mean_square(model, batch).detach())
+        assert "does not require a gradient" in text
+
+    def test_batch_ignores_its_size(self) -> None:
+        text = self.complaint(batch=lambda n: torch.ones(32, 8))
+        assert "asked for 4 samples, received tensors of 32" in text
+
+    def test_optimizer_over_no_parameters(self) -> None:
+        text = self.complaint(model=lambda: nn.Linear(8, 1).requires_grad_(False))
+        assert "none of the model's parameters requires a gradient" in text
+
+    def test_optimizer_of_another_model(self) -> None:
+        text = self.complaint(optimizer=lambda params: torch.optim.SGD(nn.Linear(8, 1).parameters()))
+        assert "holds none of the 2 parameters" in text
+
+    @pytest.mark.parametrize("made", [None, "adam", [3]])
+    def test_no_optimizer(self, made: Any) -> None:
+        assert "must return an optimizer" in self.complaint(optimizer=lambda params: made)
+
+    def test_no_model(self) -> None:
+        assert "model= must be a module" in self.complaint(model=lambda: "gpt2")
+
+    def test_micro_batch_below_one(self) -> None:
+        assert "micro-batch must be a whole number" in self.complaint(micro_batch=0)
+
+
+@pytest.mark.parametrize("part", ["model", "batch", "loss", "optimizer", "generate", "evaluate", "scaler"])
+def test_the_users_own_error_propagates_untouched(part: str) -> None:
+    mistake = LookupError("mine")
+
+    def fail(*_: Any) -> Any:
+        raise mistake
+
+    with pytest.raises(LookupError) as raised:
+        run_probe(make_linear(**{part: fail}), 4, device=CPU)
+    assert raised.value is mistake
+    assert raised.traceback[-1].name == "fail"
