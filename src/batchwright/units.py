@@ -132,13 +132,12 @@ def format_bytes(num_bytes: float) -> str:
 _UNIT_BYTES = {
     **{unit: 1024**power for power, name in enumerate(("k", "m", "g", "t", "p"), 1) for unit in (name, f"{name}ib")},
     **{f"{name}b": 1000**power for power, name in enumerate(("k", "m", "g", "t", "p"), 1)},
-    "": 1,
     "b": 1,
 }
 
 
 def parse_bytes(value: str | int, name: str = "memory") -> int:
-    """Read an amount of memory: 24GiB, 24GB, 24g, 1.5 TiB, or plain bytes.
+    """Read an amount of memory: 24GiB, 24GB, 24g or 1.5 TiB as text, bytes as a number.
 
     >>> parse_bytes("24GiB"), parse_bytes("24GB"), parse_bytes("24g"), parse_bytes("1.5 KiB")
     (25769803776, 24000000000, 25769803776, 1536)

@@ -308,3 +308,29 @@ class TestNamedModels:
         ran = run("estimate", "llama-3-8b", *args)
         assert (ran.code, ran.out) == (2, "")
         assert said in ran.err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["llama-3-8b", "--zero", "3"], "--zero shards over devices"),
+        (["llama-3-8b", "--devices", "8"], "--devices changes nothing without --zero"),
+    ],
+)
+def test_sharding_and_devices_go_together(run: Run, args: list[str], said: str) -> None:
+    ran = run("estimate", *args)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
+
+
+def test_a_budget_needs_a_unit(run: Run) -> None:
+    ran = run("recommend", "7b", "--memory", "24")
+    assert ran.code == 2
+    assert "such as 24GiB, 24GB or 24g; received '24'" in ran.err
+
+
+def test_user_code_that_exits_is_said_to_have_done_so(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "quits.py").write_text("def workload():\n    raise SystemExit(7)\n")
+    ran = run("estimate", f"{tmp_path / 'quits.py'}:workload")
+    assert ran.code == 3
+    assert "called sys.exit(7)" in ran.err

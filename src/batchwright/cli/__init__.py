@@ -96,6 +96,9 @@ def _run(args: list[str] | None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
+    except SystemExit as leaving:
+        click.echo(f"Error: the code that was run called sys.exit({leaving.code!r}).", err=True)
+        return 3
     except (click.Abort, KeyboardInterrupt):
         click.echo("Interrupted.", err=True)
         return 130

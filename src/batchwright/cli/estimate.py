@@ -85,6 +85,12 @@ def _by_formula(target: str, options: dict[str, Any], given: set[str]) -> Any:
     _refuse(given & _FOR_WORKLOADS, "a model by name", "a workload")
     from batchwright.memory.formulas import estimate_named
 
+    if (options["zero"] or 0) > 0 and (options["devices"] or 1) < 2:
+        raise InvalidInputError(
+            "--zero shards over devices: it needs --devices of at least 2.", remedy="--zero 3 --devices 8"
+        )
+    if options["devices"] is not None and options["zero"] is None:
+        raise InvalidInputError("--devices changes nothing without --zero.", remedy="--zero 3 --devices 8")
     chosen = {name: options[name] for name in _FOR_NAMED if options[name] is not None}
     return estimate_named(target, micro_batch=options["micro_batch"], **{"seq_len": 1024, **chosen})
 

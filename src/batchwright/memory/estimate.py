@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import Breakdown, break_down, parts_at_the_same_moment
 from batchwright.memory.largest import largest_within
 from batchwright.memory.result import PARTS, Estimate
-from batchwright.memory.tracing import Traced, trace_workload
+from batchwright.memory.tracing import Traced, check_batches, trace_workload
 from batchwright.memory.what_if import what_if_savings
 from batchwright.units import format_bytes, parse_bytes, shortened, whole_number
 
@@ -83,7 +84,10 @@ def estimate(
         return runs[size]
 
     size = whole_number(micro_batch, "micro-batch")
+    if clip_norm is not None and not 0 < clip_norm < math.inf:
+        raise InvalidInputError(f"clip norm must be a positive number; received {shortened(clip_norm)}.")
     _check_shape(workload, shape or {})
+    check_batches(workload, shape or {})
     num_samples = LARGEST_MICRO_BATCH if workload.data is None else max(1, len(workload.data))
     with _without_torchs_own_log():
         if limit is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_iter
 
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
@@ -76,7 +77,11 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
     for part in module.modules():
         found += [p for p in part._parameters.values() if p is not None]
         found += [b for b in part._buffers.values() if b is not None]
-        found += [value for value in vars(part).values() if isinstance(value, torch.Tensor)]
+        held = [
+            value for name, value in vars(part).items() if not name.startswith("_") or isinstance(value, torch.Tensor)
+        ]
+        # Also in lists and dicts: caches, tables, precomputed masks.
+        found += [tensor for tensor in tree_iter(held) if isinstance(tensor, torch.Tensor)]
     return found
 
 

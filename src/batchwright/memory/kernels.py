@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from batchwright.memory.asked_kernels import allocations_of, can_be_asked
+from batchwright.memory.attention_kernel import held_while_running
 from batchwright.memory.recurrent import layer_with_workspace
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ def moments_of(func: Callable[..., Any], args: Sequence[Any], outputs: Sequence[
     if can_be_asked(func, args):
         return _with_outputs(allocations_of(func, args), outputs)
     made = [Moment(output=tensor) for tensor in outputs]
+    held = held_while_running(func, args)
+    if held:
+        return [*made, *map(Moment, held), *(Moment(-num_bytes) for num_bytes in held)]
     if func is _aten.native_batch_norm_backward.default and _is_cpu_float(args[0]):
         # The CPU kernel normalises the input once more before it forms the gradient.
         normalised = args[1].numel() * args[1].element_size()

@@ -29,6 +29,7 @@ _UNKNOWABLE = {
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }
+_DRAW = _aten.rand.default
 # Its only effect on values is to flag an overflow; a run that overflows skips its step, so we assume none does.
 _HARMLESS_WRITES = {_aten._amp_foreach_non_finite_check_and_unscale_.default}
 # What decides the result whatever the other side is.
@@ -45,6 +46,7 @@ class KnownValues:
 
     def __init__(self) -> None:
         self._twins: dict[int, torch.Tensor] = {}
+        self.was_drawn = False
 
     def learn(self, fake: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:
         """Take note of what a tiny tensor holds; `make` makes it, contiguous as the fake one is."""
@@ -84,6 +86,11 @@ class KnownValues:
             if constant is not None and not written and _num_bytes(fake) <= LARGEST_KNOWN_BYTES:
                 with unset_fake_temporarily():
                     self._twins[fake.untyped_storage()._cdata] = constant.clone()
+        if func is _DRAW and fakes[0].dim() == 0:
+            # One number drawn, as layerdrop does: the highest there is, so that no layer is skipped.
+            self.learn(fakes[0], lambda: torch.full((), 1 - 2**-24, dtype=fakes[0].dtype))
+            self.was_drawn = True
+            return
         if func in _UNKNOWABLE or _is_random(func) or any(_num_bytes(t) > LARGEST_KNOWN_BYTES for t in fakes):
             self._invalidate(written)
             return

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
+from traceback import extract_stack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from batchwright.memory.blocks import Block, Log
 from batchwright.memory.kernels import SHAPE_RULES, Moment, moments_of
 from batchwright.memory.known_values import KnownValues
+from batchwright.memory.outside_tensors import OutsideTensors, part_of_outside, users_line
 from batchwright.memory.refusals import shapes_from, storage_of
 from batchwright.memory.routing import Routing
 
@@ -34,7 +36,16 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+# Operators that do a whole computation inside one call, with memory of their own that no rule of ours covers.
+_UNSEEN_INSIDE = (
+    "aten._transformer_encoder_layer_fwd",
+    "aten._native_multi_head_attention",
+    "aten.linalg_",
+    "aten._linalg_",
+    "aten._fft_",
+)
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
+_IN_PLACE: dict[Any, Callable[..., Any]] = {torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src}
 
 
 class Trace(TorchDispatchMode):
@@ -54,6 +65,7 @@ class Trace(TorchDispatchMode):
         # Which module ran when an autograd node was made, so that its backward can be laid at the same door.
         self._module_of_node: dict[int, str] = {}
         self._hooks = ExitStack()
+        self._outside = OutsideTensors()
 
     def phase(self, name: str) -> None:
         """Note that a phase begins; called by the step as it runs."""
@@ -106,6 +118,7 @@ class Trace(TorchDispatchMode):
     ) -> None:
         self._hooks.close()
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self._outside.give_back()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -117,15 +130,33 @@ class Trace(TorchDispatchMode):
         if self._modules:
             # The node of this operator has just been numbered; its backward will carry the same number.
             self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = self._modules[-1]
-        outputs = self.routing.answer(func, args)
+        for tensor in self._outside.meet(func, (args, kwargs), self.log.phase):
+            self._born(tensor.untyped_storage().nbytes(), "from outside", part=part_of_outside(tensor))
+            place = users_line(extract_stack())
+            self.notes[
+                f"a real tensor of shape {tuple(tensor.shape)} from outside the workload was counted: {place}"
+            ] = None
+        outputs = self._scattered_in_place(func, args)
+        if outputs is None:
+            outputs = self.routing.answer(func, args)
         if outputs is None:
             outputs = shapes_from(SHAPE_RULES.get(func, func), func, args, kwargs)
         operator = str(func).removesuffix(".default")
+        if operator.startswith(_UNSEEN_INSIDE):
+            self.notes[f"what {operator} holds while it runs is not seen: the peak may be higher"] = None
         made = [tensor for tensor in tree_iter(outputs) if isinstance(tensor, torch.Tensor)]
         self._see_made(moments_of(func, args, made), operator)
         self.values.follow(func, args, kwargs, outputs)
         self.routing.follow(func, args, outputs)
         return outputs
+
+    def _scattered_in_place(self, func: Callable[..., Any], args: Any) -> Any:
+        """Backward of topk, median and their like writes into fresh zeros; only under a mode does it copy them."""
+        in_place = _IN_PLACE.get(func)
+        if in_place is None or self.log.phase != "backward" or self._modules:
+            return None
+        block = self._alive.get(args[0].untyped_storage()._cdata)
+        return in_place(*args) if block is not None and "zeros" in block.operator else None
 
     def _see_made(self, moments: list[Moment], operator: str) -> None:
         """Note the outputs of an operator, and the kernel's own copies around them."""

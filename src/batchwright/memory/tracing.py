@@ -8,24 +8,26 @@ Promises:
 
 from __future__ import annotations
 
+import random
+import sys
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-import batchwright
+from batchwright.device.batches import make_batch
 from batchwright.device.step import run_probe
 from batchwright.errors import CannotTraceError
 from batchwright.memory.fake_model import build_skeleton, fake_copy
+from batchwright.memory.outside_tensors import users_line
 from batchwright.memory.refusals import TORCHS_OWN, NotFollowedError, place_in_torch, values_stay_inside
 from batchwright.memory.trace import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import nn
 
@@ -73,6 +75,7 @@ def trace_workload(
     watched = workload if workload.optimizer is None else replace(workload, optimizer=optimizer)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(_other_random_states_kept())
         stack.enter_context(values_stay_inside())
         stack.enter_context(mode)
         stack.enter_context(trace)
@@ -95,9 +98,20 @@ def trace_workload(
             if place is None:
                 raise
             raise _explained(error, place, "torch's fake tensors do not know it") from error
+    if trace.values.was_drawn:
+        notes.append("single random numbers were taken as 1, so that layerdrop skips no layer")
     if trace.routing.was_assumed:
         notes.append(trace.routing.note)
     return Traced(trace.log, (*notes, *trace.notes), routing if trace.routing.was_assumed else None)
+
+
+def check_batches(workload: Workload, shape: Mapping[str, Any]) -> None:
+    """Make two tiny batches before anything long starts, so that one that ignores its size is found at once."""
+    if workload.batch is None:
+        return
+    with torch.random.fork_rng(devices=[]), _other_random_states_kept(), FakeTensorMode(allow_non_fake_inputs=True):
+        for size in (1, 2):
+            make_batch(workload, size, shape, torch.device("cpu"))
 
 
 def _explained(error: Exception, operator: str = "", reason: str = "") -> CannotTraceError:
@@ -107,7 +121,7 @@ def _explained(error: Exception, operator: str = "", reason: str = "") -> Cannot
         reason = "it reads a value out of a tensor, and a traced tensor has none"
     elif isinstance(error, DynamicOutputShapeException):
         reason = "the size of its result depends on values, and a traced tensor has none"
-    line = _users_line(error)
+    line = users_line(traceback.extract_tb(error.__traceback__))
     return CannotTraceError(
         f"the step cannot be traced: operator {operator}: {reason}.",
         details=[f"at {line}"] if line else [],
@@ -115,8 +129,15 @@ def _explained(error: Exception, operator: str = "", reason: str = "") -> Cannot
     )
 
 
-def _users_line(error: BaseException) -> str:
-    """The innermost line that is neither torch's nor ours."""
-    ours = (str(Path(torch.__file__).parent), str(Path(batchwright.__file__).parent))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*ours, "<"))]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+@contextmanager
+def _other_random_states_kept() -> Iterator[None]:
+    """Give back the state of Python's generator, and of numpy's where it is in use."""
+    numpy = sys.modules.get("numpy")
+    state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)

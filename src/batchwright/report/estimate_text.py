@@ -95,9 +95,13 @@ def _saving_columns(estimate: Estimate) -> Columns:
     return [
         ("change", [saving.change for saving in savings]),
         ("peak", ["-" if s.peak_bytes is None else format_bytes(s.peak_bytes) for s in savings]),
-        ("saves", ["-" if s.peak_bytes is None else format_bytes(max(0, peak - s.peak_bytes)) for s in savings]),
+        ("saves", ["-" if s.peak_bytes is None else _saved(peak - s.peak_bytes) for s in savings]),
         ("", [saving.note for saving in savings]),
     ]
+
+
+def _saved(num_bytes: int) -> str:
+    return format_bytes(num_bytes) if num_bytes >= 0 else f"costs {format_bytes(-num_bytes)}"
 
 
 def _place(module: str, operator: str, width: int = 44) -> str:
