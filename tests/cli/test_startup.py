@@ -37,6 +37,9 @@ def imported_by(*args: str) -> set[str]:
         ["plan", "32", "--micro-batch", "8", "--json"],
         ["advise", "slow", "--micro-batch", "4"],
         ["explain", "accumulation"],
+        ["estimate", "llama-3-8b", "--seq-len", "4096"],
+        ["recommend", "7b", "--memory", "24GiB"],
+        ["plan", "32", "--micro-batch", "8", "--model", "gpt2"],
     ],
 )
 def test_planning_never_imports_torch_or_numpy(args: list[str]) -> None:

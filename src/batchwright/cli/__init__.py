@@ -97,6 +97,8 @@ def _run(args: list[str] | None) -> int:
         error.show()
         return error.exit_code
     except SystemExit as leaving:
+        if not _is_from_users_code(leaving):
+            raise  # click's own way out when the reader of a pipe went away
         click.echo(f"Error: the code that was run called sys.exit({leaving.code!r}).", err=True)
         return 3
     except (click.Abort, KeyboardInterrupt):

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 _UNSEEN_INSIDE = (
     "aten._transformer_encoder_layer_fwd",
     "aten._native_multi_head_attention",
-    "aten.linalg_",
-    "aten._linalg_",
+    *(f"aten._linalg_{name}" for name in ("svd", "eigh", "det", "slogdet", "solve_ex")),
+    *(f"aten.linalg_{name}" for name in ("qr", "eig", "lu", "cholesky", "inv", "lstsq", "ldl", "householder")),
     "aten._fft_",
 )
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
