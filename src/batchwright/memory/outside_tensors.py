@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_iter
 
 import batchwright
 from batchwright.memory.known_values import LARGEST_KNOWN_BYTES
@@ -33,11 +32,9 @@ class OutsideTensors:
     def __init__(self) -> None:
         self._met: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
-    def meet(self, func: Any, values: Any, phase: str) -> Iterator[torch.Tensor]:
+    def meet(self, func: Any, values: Iterable[Any], phase: str) -> Iterator[torch.Tensor]:
         """Yield the real tensors among an operator's arguments that are large and new."""
-        for tensor in tree_iter(values):
-            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
-                continue
+        for tensor in _real_tensors(values):
             key = tensor.untyped_storage()._cdata
             if key in self._met:
                 continue
@@ -51,6 +48,15 @@ class OutsideTensors:
         for tensor, gradient in self._met.values():
             if tensor.is_leaf and tensor.requires_grad and tensor.grad is not gradient:
                 tensor.grad = gradient
+
+
+def _real_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Tensors with memory among arguments. Asked at every operator, so it walks lists itself instead of a pytree."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _real_tensors(value)
+        elif isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.device.type != "meta":
+            yield value
 
 
 def part_of_outside(tensor: torch.Tensor) -> str:

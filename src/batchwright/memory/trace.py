@@ -130,7 +130,7 @@ class Trace(TorchDispatchMode):
         if self._modules:
             # The node of this operator has just been numbered; its backward will carry the same number.
             self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = self._modules[-1]
-        for tensor in self._outside.meet(func, (args, kwargs), self.log.phase):
+        for tensor in self._outside.meet(func, (*args, *kwargs.values()), self.log.phase):
             self._born(tensor.untyped_storage().nbytes(), "from outside", part=part_of_outside(tensor))
             place = users_line(extract_stack())
             self.notes[
