@@ -177,10 +177,14 @@ class TestWhatRuns:
         assert [module.training for module in model.modules()] == [True, True, False]
 
     def test_the_model_is_built_where_it_is_asked_to_be(self) -> None:
+        built_on: list[torch.device] = []
+
         def build(workload: Any, device: torch.device) -> nn.Module:
+            built_on.append(device)
             return nn.Linear(8, 1).double()
 
         run_probe(make_linear(batch=lambda n: torch.ones(n, 8).double()), 4, device=CPU, build=build)
+        assert built_on == [CPU]
 
 
 class TestWrongWorkloads:

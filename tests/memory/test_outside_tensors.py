@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -83,6 +84,12 @@ def test_one_random_number_skips_no_layer() -> None:
 def test_what_an_operator_hides_is_noted() -> None:
     found = bw.estimate(make(loss=lambda m, b: torch.linalg.svdvals(m(b)).sum()), micro_batch=64)
     assert any("is not seen" in note for note in found.notes)
+
+
+def test_complex_numbers_are_noted() -> None:
+    workload = make(model=lambda: nn.Linear(64, 64, dtype=torch.complex64), batch=lambda n: torch.ones(n, 64) * 1j)
+    found = bw.estimate(dataclasses.replace(workload, loss=lambda m, b: m(b).abs().mean()), micro_batch=4)
+    assert any("complex" in note for note in found.notes)
 
 
 def test_a_batch_that_ignores_its_size_is_found_before_anything_is_traced() -> None:

@@ -180,6 +180,10 @@ class Trace(TorchDispatchMode):
             return
         if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
             self.notes["some tensors are real: what they hold was counted, but was also allocated"] = None
+        if tensor.is_complex():
+            self.notes["conjugates of complex tensors are copied inside operators, unseen: the peak may be higher"] = (
+                None
+            )
         block = self._born(num_bytes, operator, shape=tuple(tensor.shape))
         self._alive[key] = block
         weakref.finalize(storage, self._storage_died, key)
