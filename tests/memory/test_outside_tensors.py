@@ -84,6 +84,8 @@ def test_one_random_number_skips_no_layer() -> None:
 def test_what_an_operator_hides_is_noted() -> None:
     found = bw.estimate(make(loss=lambda m, b: torch.linalg.svdvals(m(b)).sum()), micro_batch=64)
     assert any("is not seen" in note for note in found.notes)
+    assert found.upper_bytes.allocated is None
+    assert "a lower bound" in found._repr_html_()
 
 
 def test_complex_numbers_are_noted() -> None:

@@ -58,6 +58,8 @@ class Trace(TorchDispatchMode):
         self.values = KnownValues()
         self.routing = Routing(routing, self.values)
         self.optimizers: list[Any] = []
+        # Whether an operator ran whose own memory is not seen: then the peak is a lower bound.
+        self.hides_memory = False
         self._alive: dict[int, Block] = {}
         self._modules: list[str] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -143,6 +145,7 @@ class Trace(TorchDispatchMode):
             outputs = shapes_from(SHAPE_RULES.get(func, func), func, args, kwargs)
         operator = str(func).removesuffix(".default")
         if operator.startswith(_UNSEEN_INSIDE):
+            self.hides_memory = True
             self.notes[f"what {operator} holds while it runs is not seen: the peak may be higher"] = None
         made = [tensor for tensor in tree_iter(outputs) if isinstance(tensor, torch.Tensor)]
         self._see_made(moments_of(func, args, made), operator)
@@ -181,6 +184,7 @@ class Trace(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
             self.notes["some tensors are real: what they hold was counted, but was also allocated"] = None
         if tensor.is_complex():
+            self.hides_memory = True
             self.notes["conjugates of complex tensors are copied inside operators, unseen: the peak may be higher"] = (
                 None
             )

@@ -43,6 +43,7 @@ class Traced:
     notes: tuple[str, ...]
     # How experts were assumed to share tokens, where the step asked; None where it did not.
     routing: str | None = None
+    is_lower_bound: bool = False
 
 
 def trace_workload(
@@ -102,7 +103,7 @@ def trace_workload(
         notes.append("single random numbers were taken as 1, so that layerdrop skips no layer")
     if trace.routing.was_assumed:
         notes.append(trace.routing.note)
-    return Traced(trace.log, (*notes, *trace.notes), routing if trace.routing.was_assumed else None)
+    return Traced(trace.log, (*notes, *trace.notes), routing if trace.routing.was_assumed else None, trace.hides_memory)
 
 
 def check_batches(workload: Workload, shape: Mapping[str, Any]) -> None:

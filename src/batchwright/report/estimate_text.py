@@ -21,10 +21,12 @@ _BAR_WIDTH = 40
 def summarize_estimate(estimate: Estimate) -> str:
     """Say the peak in one line."""
     peak = f"peak {format_bytes(estimate.peak)} at micro-batch {estimate.micro_batch:,}"
-    upper = format_bytes(estimate.upper_bytes.allocated or 0)
+    bound = estimate.upper_bytes.allocated
+    upper = "?" if bound is None else format_bytes(bound)
     # A formula knows nothing of allocators and contexts, so it has no "at most" to give.
     by_formula = f"by formula; {upper} with CUDA's multi-tensor optimizer, allocator and context apart"
-    how = by_formula if estimate.source == "formula" else f"predicted for {estimate.on}, at most {upper}"
+    at_most = "a lower bound" if bound is None else f"at most {upper}"
+    how = by_formula if estimate.source == "formula" else f"predicted for {estimate.on}, {at_most}"
     line = f"{estimate.name}: {peak}, {how}"
     if estimate.limit_bytes is None or estimate.max_micro_batch is None:
         return line
