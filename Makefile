@@ -28,7 +28,7 @@ test: $(VENV)/.ready-to-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 format: $(VENV)/.ready-to-test
 	$(BIN)/ruff check --fix .

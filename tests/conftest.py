@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
 from batchwright import cli
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,14 @@ class Ran:
 
 class Run(Protocol):
     def __call__(self, *args: str) -> Ran: ...
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _answers_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep remembered answers apart from the user's, and from those of earlier runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BATCHWRIGHT_CACHE", str(tmp_path_factory.mktemp("answers")))
+        yield
 
 
 @pytest.fixture

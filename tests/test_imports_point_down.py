@@ -13,6 +13,7 @@ ROOT = Path(batchwright.__file__).parent
 PARTS = (
     "errors",
     "units",
+    "users_code",
     "ready_made",
     "workload",
     "targets",

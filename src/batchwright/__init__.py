@@ -13,7 +13,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from batchwright import integrations as integrations
     from batchwright.errors import BatchwrightError
+    from batchwright.fitting.find_batch_size import find_batch_size
+    from batchwright.fitting.fit import fit
+    from batchwright.fitting.result import Fit
     from batchwright.memory.estimate import estimate
     from batchwright.memory.recommend import Recommendation, recommend
     from batchwright.memory.result import Estimate
@@ -29,12 +33,15 @@ __all__ = [
     "BatchwrightError",
     "ConfigCheck",
     "Estimate",
+    "Fit",
     "Plan",
     "Recommendation",
     "Workload",
     "advise",
     "check_config",
     "estimate",
+    "find_batch_size",
+    "fit",
     "plan",
     "recommend",
 ]
@@ -44,22 +51,27 @@ _HOMES = {
     "BatchwrightError": "errors",
     "ConfigCheck": "planning.config_check",
     "Estimate": "memory.result",
+    "Fit": "fitting.result",
     "Plan": "planning.plan",
     "Recommendation": "memory.recommend",
     "Workload": "workload",
     "advise": "planning.advice",
     "check_config": "planning.config_check",
     "estimate": "memory.estimate",
+    "find_batch_size": "fitting.find_batch_size",
+    "fit": "fitting.fit",
     "plan": "planning.plan",
     "recommend": "memory.recommend",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'batchwright' has no attribute {name!r}")
     import importlib
 
+    if name == "integrations":
+        return importlib.import_module("batchwright.integrations")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'batchwright' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"batchwright.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

@@ -5,6 +5,7 @@ BatchwrightError
 ├── NotExpressibleError   (also ValueError)   a plan that this framework has no words for
 ├── NothingFitsError                          not even the smallest size fits
 ├── CannotTraceError                          a step whose memory cannot be predicted without running it
+├── StepFailedError                           the user's step raised, in another process
 └── MissingExtraError     (also ImportError)  a package that belongs to an extra is not installed
 
 Each carries the exit code that the command ends with. The message says what was asked, what happened and
@@ -57,6 +58,12 @@ class NothingFitsError(BatchwrightError):
 
 class CannotTraceError(BatchwrightError):
     """A step that needs real values, or an operator with no shape rule: it can be run, not predicted."""
+
+
+class StepFailedError(BatchwrightError):
+    """The user's own code raised in a child process: the message is its traceback."""
+
+    exit_code = 3
 
 
 class MissingExtraError(BatchwrightError, ImportError):

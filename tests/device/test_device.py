@@ -57,6 +57,8 @@ def test_outcome_as_plain_data() -> None:
         "seconds": 0.5,
         "step_seconds": None,
         "samples_per_second": None,
+        "num_compilations": 0,
+        "is_too_small": False,
         "rule": "bad-alloc",
         "doubt": None,
         "error": "RuntimeError: x",

@@ -55,6 +55,8 @@ KNOWN: list[tuple[str, Exception]] = [
     ("mps-buffer", RuntimeError("Invalid buffer size: 19.45 GB")),
     ("mps-buffer", RuntimeError("Invalid buffer size: 104.25 GiB")),
     ("hpu-allocator", RuntimeError("FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::268435456 (256)MB")),
+    ("openmp-thread", RuntimeError("libgomp: Thread creation failed: Resource temporarily unavailable")),
+    ("openmp-thread", RuntimeError("cannot allocate memory for thread-local data: ABORT")),
     (
         "cpu-allocator",
         RuntimeError(

@@ -9,17 +9,15 @@ Promises:
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 # Name and one-line help of each command, in the order a person asks. Kept here, so that `--help` need not
 # import the commands; a test compares each line with the command's own.
 COMMANDS = {
     "estimate": "Predict the peak memory of a training step before it runs.",
+    "fit": "Find the largest micro-batch that fits, by running it.",
     "plan": "Split an effective batch into micro-batch x accumulation x devices.",
     "recommend": "Recommend a micro-batch from a model's size and the memory there is.",
     "advise": "Say what to change when out of memory, unstable or slow.",
@@ -121,7 +119,8 @@ def _run(args: list[str] | None) -> int:
         from batchwright.errors import BatchwrightError
 
         if isinstance(error, BatchwrightError):
-            click.echo(f"Error: {error}", err=True)
+            # A step that failed in a child process tells of itself by its traceback.
+            click.echo(str(error) if error.exit_code == 3 else f"Error: {error}", err=True)
             return error.exit_code
         if not _is_from_users_code(error):
             raise
@@ -130,30 +129,13 @@ def _run(args: list[str] | None) -> int:
 
 
 def _show_users_error(error: BaseException) -> int:
-    """Print the traceback from the user's first line on: what we did before it helps nobody."""
-    import traceback
+    from batchwright.users_code import users_traceback_text
 
-    traceback.print_exception(type(error), error, _users_traceback(error))
+    click.echo(users_traceback_text(error), err=True)
     return 3
 
 
 def _is_from_users_code(error: BaseException) -> bool:
-    """Whether the error passed through a file that is neither ours nor an installed package's."""
-    # A file that does not parse has no frame of its own.
-    return _users_traceback(error) is not None or (isinstance(error, SyntaxError) and not _is_known(error.filename))
+    from batchwright.users_code import is_from_users_code
 
-
-def _users_traceback(error: BaseException) -> TracebackType | None:
-    traceback = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    while traceback is not None and _is_known(traceback.tb_frame.f_code.co_filename):
-        traceback = traceback.tb_next
-    return traceback
-
-
-def _is_known(filename: str | None) -> bool:
-    import sysconfig
-    from pathlib import Path
-
-    paths = sysconfig.get_paths()
-    known = (str(Path(__file__).parents[1]), paths["purelib"], paths["platlib"], paths["stdlib"], "<")
-    return filename is None or filename.startswith(known)
+    return is_from_users_code(error)

@@ -22,7 +22,7 @@ from batchwright.device.peak_bytes import PeakBytes
 from batchwright.device.step import DEFAULT_STEPS, run_probe
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from batchwright.workload import Workload
 
@@ -32,6 +32,7 @@ class AcceleratorDevice:
     """One card of this machine, such as `cuda:0`."""
 
     device: torch.device
+    limit_bytes: int | None = None
 
     @property
     def name(self) -> str:
@@ -58,6 +59,28 @@ class AcceleratorDevice:
         info = self._memory_info()
         return info[0] if info is not None else None
 
+    def watch(
+        self,
+        run: Callable[[], tuple[float, ...]],
+        *,
+        micro_batch: int,
+        shape: Mapping[str, Any] | None = None,
+        accumulation: int = 1,
+    ) -> Outcome:
+        """Run anything on the card and say how it ended."""
+
+        def run_here() -> tuple[float, ...]:
+            with self._as_current(), self._limited():
+                return run()
+
+        self._module.empty_cache()
+        self._call("reset_peak_memory_stats")
+        outcome = judge(
+            run_here, micro_batch=micro_batch, shape=shape or {}, accumulation=accumulation, peak=self._peak_bytes
+        )
+        self._module.empty_cache()
+        return outcome
+
     def probe(
         self,
         workload: Workload,
@@ -69,27 +92,35 @@ class AcceleratorDevice:
         clip_norm: float | None = None,
     ) -> Outcome:
         """Run full steps at one size and say how it went."""
-
-        def run() -> tuple[float, ...]:
-            with self._as_current():
-                return run_probe(
-                    workload,
-                    micro_batch,
-                    device=self.device,
-                    shape=shape,
-                    steps=steps,
-                    accumulation=accumulation,
-                    clip_norm=clip_norm,
-                    now=self._now,
-                )
-
-        self._module.empty_cache()
-        self._call("reset_peak_memory_stats")
-        outcome = judge(
-            run, micro_batch=micro_batch, shape=shape or {}, accumulation=accumulation, peak=self._peak_bytes
+        return self.watch(
+            lambda: run_probe(
+                workload,
+                micro_batch,
+                device=self.device,
+                shape=shape,
+                steps=steps,
+                accumulation=accumulation,
+                clip_norm=clip_norm,
+                now=self._now,
+            ),
+            micro_batch=micro_batch,
+            shape=shape,
+            accumulation=accumulation,
         )
-        self._module.empty_cache()
-        return outcome
+
+    @contextlib.contextmanager
+    def _limited(self) -> Iterator[None]:
+        """Let torch's allocator take no more than the limit, where the backend can be told so (CUDA and XPU can)."""
+        set_fraction = getattr(self._module, "set_per_process_memory_fraction", None)
+        total = self.total_bytes
+        if self.limit_bytes is None or set_fraction is None or not total:
+            yield
+            return
+        set_fraction(min(1.0, self.limit_bytes / total), self.device)
+        try:
+            yield
+        finally:
+            set_fraction(1.0, self.device)
 
     @property
     def _module(self) -> Any:

@@ -16,7 +16,9 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_iter, tree_map
+from torch.utils.data import DataLoader, default_collate
 
 from batchwright.errors import InvalidInputError
 from batchwright.units import counted
@@ -126,14 +128,13 @@ def _batch_from_data(workload: Workload, micro_batch: int, shape: Mapping[str, A
             remedy="hand in batch=lambda n, seq_len=...: ... to make samples of a shape",
         )
     data = workload.data
-    samples = [data[i] for i in range(min(micro_batch, len(data)))]
-    if len(samples) < micro_batch:
+    if len(data) < micro_batch:
         raise InvalidInputError(
-            f"asked for {counted(micro_batch, 'sample')}, but data= holds {counted(len(samples), 'sample')}.",
-            remedy=f"a micro-batch of at most {len(samples)}" if samples else "a dataset that is not empty",
+            f"asked for {counted(micro_batch, 'sample')}, but data= holds {counted(len(data), 'sample')}.",
+            remedy=f"a micro-batch of at most {len(data)}" if len(data) else "a dataset that is not empty",
         )
-    if workload.collate is not None:
-        return workload.collate(samples)
-    from torch.utils.data import default_collate
-
-    return default_collate(samples)
+    # The loader that training would use; it draws a seed, which needs a real value, so the trace collates by hand.
+    if detect_fake_mode() is None:
+        return next(iter(DataLoader(data, batch_size=micro_batch, collate_fn=workload.collate)))
+    samples = [data[i] for i in range(micro_batch)]
+    return default_collate(samples) if workload.collate is None else workload.collate(samples)

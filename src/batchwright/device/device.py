@@ -13,12 +13,14 @@ import torch
 
 from batchwright.device.accelerator import AcceleratorDevice
 from batchwright.device.host import HostDevice
+from batchwright.device.limited_host import LimitedHost
+from batchwright.device.process_memory import can_limit
 from batchwright.device.step import DEFAULT_STEPS
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from batchwright.device.outcome import Outcome
     from batchwright.workload import Workload
@@ -45,6 +47,16 @@ class Device(Protocol):
     def free_bytes(self) -> int | None:
         """Memory that can still be taken; None where it is not known."""
 
+    def watch(
+        self,
+        run: Callable[[], tuple[float, ...]],
+        *,
+        micro_batch: int,
+        shape: Mapping[str, Any] | None = None,
+        accumulation: int = 1,
+    ) -> Outcome:
+        """Run anything and say how it ended."""
+
     def probe(
         self,
         workload: Workload,
@@ -56,6 +68,20 @@ class Device(Protocol):
         clip_norm: float | None = None,
     ) -> Outcome:
         """Run full steps at one size and say how it went."""
+
+
+def open_limited(on: str, limit_bytes: int | None, *, held_bytes: int = 0) -> Device:
+    """Open a device of which no more than so many bytes may be taken.
+
+    On Linux the kernel keeps the limit of a CPU; elsewhere tensors are counted. Of an accelerator its allocator is
+    told, and of the bytes this process holds already `held_bytes` belong to the budget.
+    """
+    device = open_device(on)
+    if limit_bytes is None:
+        return device
+    if isinstance(device, AcceleratorDevice):
+        return AcceleratorDevice(device.device, limit_bytes)
+    return LimitedHost(limit_bytes, held_bytes) if can_limit() else HostDevice(limit_bytes)
 
 
 def open_device(on: str) -> Device:

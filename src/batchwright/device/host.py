@@ -23,7 +23,7 @@ from batchwright.device.peak_bytes import PeakBytes
 from batchwright.device.step import DEFAULT_STEPS, run_probe
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from batchwright.workload import Workload
 
@@ -67,6 +67,32 @@ class HostDevice:
         """Memory that can still be taken without swapping; None where the system does not say."""
         return _least(self.limit_bytes, _available_bytes(), *(limit - used for limit, used in _cgroups()))
 
+    def watch(
+        self,
+        run: Callable[[], tuple[float, ...]],
+        *,
+        micro_batch: int,
+        shape: Mapping[str, Any] | None = None,
+        accumulation: int = 1,
+        held: Iterable[torch.Tensor] = (),
+    ) -> Outcome:
+        """Run anything and say how it ended; `held` are tensors that exist already and count."""
+        counter = ByteCounter(limit_bytes=self.limit_bytes)
+
+        def run_counted() -> tuple[float, ...]:
+            with counter:
+                counter.count(held)
+                return run()
+
+        return judge(
+            run_counted,
+            micro_batch=micro_batch,
+            shape=shape or {},
+            accumulation=accumulation,
+            # No caching allocator of torch's stands between a CPU tensor and the system: nothing is reserved.
+            peak=lambda: PeakBytes(allocated=counter.peak_bytes),
+        )
+
     def probe(
         self,
         workload: Workload,
@@ -78,29 +104,21 @@ class HostDevice:
         clip_norm: float | None = None,
     ) -> Outcome:
         """Run full steps at one size and say how it went."""
-        counter = ByteCounter(limit_bytes=self.limit_bytes)
-
-        def run() -> tuple[float, ...]:
-            with counter:
-                if isinstance(workload.model, nn.Module):
-                    counter.count([*workload.model.parameters(), *workload.model.buffers()])
-                return run_probe(
-                    workload,
-                    micro_batch,
-                    device=torch.device("cpu"),
-                    shape=shape,
-                    steps=steps,
-                    accumulation=accumulation,
-                    clip_norm=clip_norm,
-                )
-
-        return judge(
-            run,
+        model = workload.model
+        return self.watch(
+            lambda: run_probe(
+                workload,
+                micro_batch,
+                device=torch.device("cpu"),
+                shape=shape,
+                steps=steps,
+                accumulation=accumulation,
+                clip_norm=clip_norm,
+            ),
             micro_batch=micro_batch,
-            shape=shape or {},
+            shape=shape,
             accumulation=accumulation,
-            # No caching allocator of torch's stands between a CPU tensor and the system: nothing is reserved.
-            peak=lambda: PeakBytes(allocated=counter.peak_bytes),
+            held=[*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else [],
         )
 
 

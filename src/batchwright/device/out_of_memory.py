@@ -75,6 +75,8 @@ _BUILT_IN = (
     # [R] c10/core/impl/alloc_cpu.cpp on Linux and macOS; on Windows [I] Comfy-Org/Nvidia_RTX_Nodes_ComfyUI#13.
     _text("cpu-allocator", r"DefaultCPUAllocator: can't allocate memory"),
     _text("cpu-allocator-windows", r"DefaultCPUAllocator: not enough memory"),
+    # [R] OpenMP under RLIMIT_DATA: it cannot start a thread and ends the process, so only a parent reads these.
+    _text("openmp-thread", r"libgomp: Thread creation failed|cannot allocate memory for thread-local data"),
     # [B] libc10: the few bytes that hold a tensor's sizes.
     _text("cpu-tensor-sizes", r"Could not allocate memory (for|to change) Tensor SizesAndStrides"),
     # [R] C++ out of memory as torch hands it on, 35 of 359 errors of a transformer and a bf16 MLP under RLIMIT_DATA;
@@ -141,6 +143,20 @@ _BUILT_IN = (
 
 # A user's rules, in the order they came. The one piece of state in this file, and register and unregister own it.
 _registered: list[Rule] = []
+
+
+# Not memory at all, but read here because this is the one file that reads messages: BatchNorm has nothing to
+# normalise over, and one sample more cures it. [R] nn.BatchNorm1d in training mode on one sample.
+_TOO_SMALL = re.compile(r"Expected more than 1 value per channel when training")
+
+
+def is_too_small(error: BaseException) -> bool:
+    """Whether the step cannot run on so few samples, and a larger size may well run.
+
+    >>> is_too_small(ValueError("Expected more than 1 value per channel when training, got input size [1, 8]"))
+    True
+    """
+    return isinstance(error, ValueError) and _TOO_SMALL.search(str(error)) is not None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -14,9 +14,11 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from batchwright.device.out_of_memory import find_rule
-from batchwright.device.peak_bytes import PeakBytes  # noqa: TC001  # the example needs it
+from batchwright.device.compiling import Compilations
+from batchwright.device.out_of_memory import find_rule, is_too_small
+from batchwright.device.peak_bytes import PeakBytes  # the example needs it
 from batchwright.errors import BatchwrightError
+from batchwright.users_code import users_traceback_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,8 +35,8 @@ class Outcome:
     >>> ran.fits, ran.samples_per_second
     (True, 16.0)
 
-    `seconds` are those of the whole probe, `step_seconds` those of its last full step. After out-of-memory the peak
-    is what had been reached by then, a lower bound of what the size needs.
+    `seconds` are those of the whole probe without what torch.compile took, `step_seconds` those of its last full step.
+    After out-of-memory the peak is what had been reached by then, a lower bound of what the size needs, or None.
     """
 
     micro_batch: int
@@ -46,6 +48,9 @@ class Outcome:
     accumulation: int = 1
     rule: str | None = None
     doubt: str = ""
+    is_too_small: bool = False
+    """The step cannot run on so few samples (BatchNorm over one); the verdict is `failed`, but it is nobody's bug."""
+    num_compilations: int = 0
     error: str | None = None
     traceback: str | None = field(default=None, repr=False)
     exception: Exception | None = field(default=None, repr=False, compare=False)
@@ -71,11 +76,28 @@ class Outcome:
             "seconds": self.seconds,
             "step_seconds": self.step_seconds,
             "samples_per_second": self.samples_per_second,
+            "num_compilations": self.num_compilations,
             "rule": self.rule,
             "doubt": self.doubt or None,
             "error": self.error,
+            "is_too_small": self.is_too_small,
             "traceback": self.traceback,
         }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Outcome:
+        """Read back what `to_dict` wrote, in another process or in an earlier run.
+
+        >>> ran = Outcome(8, {}, "fits", PeakBytes(device=2**20), seconds=1.5, step_seconds=0.5)
+        >>> Outcome.from_dict(ran.to_dict()) == ran
+        True
+        """
+        told = dict(data)
+        told["verdict"] = told.pop("outcome")
+        del told["samples_per_second"]
+        told["doubt"] = told["doubt"] or ""
+        told["peak_bytes"] = PeakBytes(**told["peak_bytes"]) if told["peak_bytes"] else None
+        return Outcome(**told)
 
 
 def judge(
@@ -91,6 +113,7 @@ def judge(
     What batchwright raises on purpose, and an interrupt, are no outcome: they pass through.
     """
     start = time.perf_counter()
+    compiled_before = Compilations.so_far()
     verdict: Verdict = "fits"
     told: dict[str, Any] = {}
     try:
@@ -105,13 +128,15 @@ def judge(
             told.update(rule=rule.name, doubt=rule.doubt)
         else:
             verdict = "failed"
-            told.update(traceback="".join(traceback.format_exception(error)), exception=error)
+            told.update(traceback=users_traceback_text(error), exception=error, is_too_small=is_too_small(error))
         _forget_locals(error)
-    seconds = time.perf_counter() - start
+    compiled = Compilations.so_far() - compiled_before
+    seconds = max(0.0, time.perf_counter() - start - compiled.seconds)
     held = peak()
     # Outside the except block, where the traceback no longer holds the failed step's tensors; models are often in
     # reference cycles, so counting references alone does not free them.
     gc.collect()
+    told["num_compilations"] = compiled.count
     return Outcome(micro_batch, dict(shape), verdict, held, seconds, accumulation=accumulation, **told)
 
 

@@ -182,6 +182,7 @@ def run_steps(
                 observer.phase("backward")
                 (loss if scaler is None else scaler.scale(loss)).backward()
                 del inputs, loss
+            _check_that_something_trains(optimizers)
             observer.phase("optimizer")
             _update(model, optimizers, scaler, clip_norm)
             seconds.append(now() - start)
@@ -218,6 +219,20 @@ def checked_loss(loss: Any) -> torch.Tensor:
             remedy="compute it from the model it receives, without no_grad(), detach() or .item()",
         )
     return loss
+
+
+def _check_that_something_trains(optimizers: Sequence[Any]) -> None:
+    """Refuse a step that did nothing: everything would fit."""
+    trained = [
+        parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    # Hooks may have used a gradient up as soon as it was there (an optimizer that runs inside backward).
+    if any(parameter.grad is not None or parameter._post_accumulate_grad_hooks for parameter in trained):
+        return
+    raise InvalidInputError(
+        "the step trained nothing: after the backward none of the optimizer's parameters has a gradient.",
+        remedy="compute the loss with the model that loss= receives",
+    )
 
 
 @contextlib.contextmanager

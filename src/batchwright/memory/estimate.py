@@ -87,10 +87,10 @@ def estimate(
     size = whole_number(micro_batch, "micro-batch")
     if clip_norm is not None and not 0 < clip_norm < math.inf:
         raise InvalidInputError(f"clip norm must be a positive number; received {shortened(clip_norm)}.")
-    _check_shape(workload, shape or {})
+    check_shape(workload, shape or {})
     check_batches(workload, shape or {})
     num_samples = LARGEST_MICRO_BATCH if workload.data is None else max(1, len(workload.data))
-    with _without_torchs_own_log():
+    with without_torchs_own_log():
         if limit is not None:
             size = _largest_for(limit, traced, cap=min(num_samples, LARGEST_MICRO_BATCH))
         run = traced(size)
@@ -162,7 +162,7 @@ def _growth(parts: Mapping[str, int], other: Mapping[str, int], more: int) -> di
     }
 
 
-def _check_shape(workload: Workload, shape: Mapping[str, Any]) -> None:
+def check_shape(workload: Workload, shape: Mapping[str, Any]) -> None:
     """Say so where the workload's batch takes no such shape; calling it would blame the wrong place."""
     if workload.batch is None or not shape:
         return
@@ -181,7 +181,7 @@ def _check_shape(workload: Workload, shape: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _without_torchs_own_log() -> Iterator[None]:
+def without_torchs_own_log() -> Iterator[None]:
     """Keep torch from logging a traceback of its own for a mistake that the user is about to be shown."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True

@@ -1,0 +1,163 @@
+"""The CPU under a real byte budget: the kernel itself refuses what goes beyond.
+
+Promises:
+- the budget covers everything taken from before the model is built: tensors, thread stacks, what kernels keep;
+- weights of a model that was handed in, and so exist already, are inside the budget; what a process held besides them
+  is outside it;
+- the limit is on during a probe only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from batchwright.device.host import HostDevice
+from batchwright.device.outcome import Outcome, judge
+from batchwright.device.peak_bytes import PeakBytes
+from batchwright.device.process_memory import PeakWatch, give_back, limited_to
+from batchwright.device.step import DEFAULT_STEPS, run_probe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from batchwright.workload import Workload
+
+
+# torch splits an elementwise operator over its threads in pieces of 32,768.
+_ENOUGH_FOR_ALL_THREADS = 32_768 * 64
+
+
+@dataclass(frozen=True)
+class LimitedHost:
+    """This machine's memory, of which a probe may take so many bytes.
+
+    >>> from batchwright.workload import Workload
+    >>> workload = Workload(model=nn.Linear(8, 1), batch=lambda n: torch.zeros(n, 8), loss=lambda m, b: m(b).mean())
+    >>> LimitedHost(limit_bytes=2**28).probe(workload, 4).verdict
+    'fits'
+    >>> LimitedHost(limit_bytes=2**28).probe(workload, 2**24).verdict
+    'out_of_memory'
+    """
+
+    limit_bytes: int
+    held_bytes: int = 0
+    """Of what the process holds before a probe, this much belongs to the budget: a live model's weights."""
+
+    @property
+    def name(self) -> str:
+        """How the device is asked for."""
+        return "cpu"
+
+    @property
+    def kind(self) -> str:
+        """`host`: it runs for real, in main memory."""
+        return "host"
+
+    @property
+    def total_bytes(self) -> int | None:
+        """The budget."""
+        return self.limit_bytes
+
+    @property
+    def free_bytes(self) -> int | None:
+        """The budget, or what the machine still has if that is less."""
+        free = HostDevice().free_bytes
+        return self.limit_bytes if free is None else min(self.limit_bytes, free)
+
+    def watch(
+        self,
+        run: Callable[[], tuple[float, ...]],
+        *,
+        micro_batch: int,
+        shape: Mapping[str, Any] | None = None,
+        accumulation: int = 1,
+    ) -> Outcome:
+        """Run anything under the budget and say how it ended."""
+        _import_the_rest()
+        _clear_kernel_buffers()
+        give_back()
+        with PeakWatch() as watch:
+            outside = watch.bytes_before - self.held_bytes
+            # Threads first: their stacks belong to the budget, but OpenMP ends the process if it cannot start one.
+            torch.ones(_ENOUGH_FOR_ALL_THREADS).add_(1)
+            watch.look_from_here()
+
+            def run_limited() -> tuple[float, ...]:
+                with limited_to(outside + self.limit_bytes):
+                    return run()
+
+            outcome = judge(
+                run_limited,
+                micro_batch=micro_batch,
+                shape=shape or {},
+                accumulation=accumulation,
+                # What ran under the limit cannot have exceeded it, though the reading is only so exact.
+                peak=lambda: PeakBytes(device=min(watch.peak_bytes() - outside, self.limit_bytes)),
+            )
+        give_back()
+        # What the kernel refused counts in its peak as well, so after a refusal the peak says nothing.
+        return outcome if outcome.fits else replace(outcome, peak_bytes=None)
+
+    def probe(
+        self,
+        workload: Workload,
+        micro_batch: int,
+        *,
+        shape: Mapping[str, Any] | None = None,
+        steps: int = DEFAULT_STEPS,
+        accumulation: int = 1,
+        clip_norm: float | None = None,
+    ) -> Outcome:
+        """Run full steps at one size and say how it went."""
+        return self.watch(
+            lambda: run_probe(
+                workload,
+                micro_batch,
+                device=torch.device("cpu"),
+                shape=shape,
+                steps=steps,
+                accumulation=accumulation,
+                clip_norm=clip_norm,
+            ),
+            micro_batch=micro_batch,
+            shape=shape,
+            accumulation=accumulation,
+        )
+
+
+def live_bytes(things: Iterable[Any]) -> int:
+    """Bytes of what exists already: weights, buffers and gradients of modules, states of optimizers; nothing twice.
+
+    >>> live_bytes([nn.Linear(8, 1), "no module"])
+    36
+    """
+    tensors: list[torch.Tensor] = []
+    for thing in things:
+        if isinstance(thing, nn.Module):
+            tensors += [*thing.parameters(), *thing.buffers()]
+        elif isinstance(thing, torch.optim.Optimizer):
+            tensors += [parameter for group in thing.param_groups for parameter in group["params"]]
+            tensors += [t for state in thing.state.values() for t in tree_leaves(dict(state)) if torch.is_tensor(t)]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    real = [t for t in tensors if t.device.type == "cpu" and not is_traceable_wrapper_subclass(t)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in real}.values())
+
+
+def _clear_kernel_buffers() -> None:
+    """Have MKL give back the buffers it keeps for sizes that ran before: 3 to 50 MiB that a fresh process has free."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).mkl_serv_free_buffers()
+
+
+def _import_the_rest() -> None:
+    """Import what torch imports only when the first optimizer is made: imports are outside a budget."""
+    import torch._dynamo  # noqa: F401

@@ -1,0 +1,215 @@
+"""`fit`: the largest micro-batch that fits, found in a few probes and certified by running.
+
+Promises:
+- the answer ran full steps on the device, within the budget; what the next size did is said, or why it was not tried;
+- what is the user's comes back as it was, whatever happens;
+- where the peak can be predicted, two to four probes; where only yes or no is known, doubling and halving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchwright.errors import InvalidInputError
+from batchwright.fitting.budget import Budget, open_budget
+from batchwright.fitting.fit_shapes import LARGEST_MICRO_BATCH, Question, fit_shapes
+from batchwright.fitting.job import Job, part_to_probe
+from batchwright.fitting.longest import longest_first
+from batchwright.fitting.probers import InChild, InProcess, PlainStep
+from batchwright.fitting.ranks import AcrossRanks, Ranks
+from batchwright.fitting.recalled import AnswerBook
+from batchwright.fitting.scale_table import ScaleTable
+from batchwright.fitting.shapes import every_shape
+from batchwright.fitting.work import Work, read_work
+from batchwright.memory.tracing import check_batches
+from batchwright.units import whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from batchwright.fitting.result import Fit
+    from batchwright.fitting.work import Step
+    from batchwright.workload import Workload
+
+
+def fit(
+    work: Workload | Step | str,
+    *,
+    on: str = "cpu",
+    memory: str | int | None = None,
+    limit: int | None = None,
+    shapes: Mapping[str, int | Sequence[int]] | None = None,
+    start: int | None = None,
+    scale: str | None = None,
+    powers_of_two: bool = False,
+    max_trials: int | None = None,
+    margin: float = 0.0,
+    evaluate: bool = False,
+    accumulation: int = 1,
+    clip_norm: float | None = None,
+    isolate: bool | None = None,
+    state: Iterable[Any] = (),
+    cache: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Fit:
+    """Find the largest micro-batch that fits.
+
+    >>> import torch
+    >>> def step(n):
+    ...     if n > 37:
+    ...         raise torch.OutOfMemoryError("CUDA out of memory.")
+    >>> found = fit(step, limit=100)
+    >>> found.micro_batch, found.next_size.micro_batch, found.next_size.outcome
+    (37, 38, 'out_of_memory')
+
+    `work` is a workload, a plain `step(n)`, or a target such as "train.py:workload", whose probes run in processes of
+    their own. `memory` is a budget such as "16GiB" (default: what is free), `limit` the largest size of interest.
+    `shapes` are arguments of the workload's batch; a list of values gives a table. With `start` or `scale` the search
+    grows an estimate by half, up to `limit`. `evaluate` finds the size for evaluation too. `isolate=True` runs the
+    probes of a picklable workload in processes of their own. `state` lists what a plain step changes. An
+    answer is remembered for later runs, where one probe certifies it, unless `cache=False`.
+    """
+    say = progress or (lambda _: None)
+    asked = read_work(work)
+    question = Question(
+        limit=None if limit is None else whole_number(limit, "limit"),
+        start=None if start is None else whole_number(start, "start"),
+        scale=None if scale is None else ScaleTable.parse(scale),
+        powers_of_two=powers_of_two,
+        max_trials=None if max_trials is None else whole_number(max_trials, "max trials"),
+        shapes=every_shape(asked, shapes or {}),
+    )
+    _check(question)
+    whole_number(accumulation, "accumulation")
+    if asked.step is not None:
+        if evaluate or isolate:
+            raise InvalidInputError("a plain step runs in this process and has no evaluation; hand in a Workload.")
+        step = PlainStep(asked.step, on=on, state=state)
+        budget = _budget_of(step, memory, margin)
+        found = fit_shapes(question, step, budget, name=asked.name, traceable=None, say=say)
+        return replace(found, notes=(*found.notes, *step.notes))
+    assert asked.workload is not None
+    if tuple(state):
+        raise InvalidInputError("state= is for a plain step(n); a Workload says itself what it changes.")
+    for shape in question.shapes:
+        check_batches(asked.workload, shape)
+    notes: tuple[str, ...] = ()
+    job = Job(1, target=asked.target, on=on, accumulation=accumulation, clip_norm=clip_norm)
+    if asked.workload.data is not None:
+        longest = longest_first(asked.workload.data, most=question.limit or LARGEST_MICRO_BATCH, say=say)
+        job, notes = replace(job, order=longest.order), (longest.note,) if longest.note else ()
+    fit_part = _in_children if Ranks.are_here() or (asked.target is not None if isolate is None else isolate) else _here
+    told: dict[str, Any] = {"memory": memory, "margin": margin, "cache": cache, "say": say}
+    return fit_part(asked, question, job, evaluate=evaluate, notes=notes, **told)
+
+
+def _check(question: Question) -> None:
+    if question.scale is not None and question.limit is None:
+        raise InvalidInputError("scale is a share of limit, and no limit was given.", remedy="--limit 64")
+    if question.scale is not None and question.start is not None:
+        raise InvalidInputError("scale computes the start, so start is left out.")
+    if question.start is not None and question.limit is not None and question.start > question.limit:
+        raise InvalidInputError(f"start {question.start:,} is above limit {question.limit:,}.")
+
+
+def _here(
+    asked: Work,
+    question: Question,
+    job: Job,
+    *,
+    evaluate: bool,
+    memory: str | int | None,
+    margin: float,
+    cache: bool,
+    notes: tuple[str, ...],
+    say: Callable[[str], None],
+) -> Fit:
+    """Run the probes in this process, on live objects."""
+
+    def run(job: Job) -> Fit:
+        told: dict[str, Any] = {"accumulation": job.accumulation, "clip_norm": job.clip_norm}
+        assert asked.workload is not None
+        part = part_to_probe(asked.workload, only_evaluate=job.only_evaluate, order=job.order)
+        prober = InProcess(part, on=job.on, **told)
+        budget = _budget_of(prober, memory, margin)
+        book = _book(replace(asked, workload=part), question, job, prober.where) if cache else None
+        told |= {"name": asked.name, "traceable": prober.traceable, "say": say, "book": book}
+        return fit_shapes(question, prober, budget, **told)
+
+    return _with_evaluation(run, job, evaluate=evaluate, notes=notes, say=say)
+
+
+def _in_children(
+    asked: Work,
+    question: Question,
+    job: Job,
+    *,
+    evaluate: bool,
+    memory: str | int | None,
+    margin: float,
+    cache: bool,
+    notes: tuple[str, ...],
+    say: Callable[[str], None],
+) -> Fit:
+    """Run the probes in processes of their own; where there are ranks, in child ranks."""
+    ranks = Ranks.meet() if Ranks.are_here() else None
+    if ranks is not None:
+        job = replace(job, on=ranks.own_device(job.on))
+    own = open_budget(job.on, memory, margin=margin, sharers=ranks.local_world_size if ranks else 1)
+    budget = own if ranks is None else replace(own, limit_bytes=ranks.least(own.limit_bytes))
+
+    def run(job: Job) -> Fit:
+        told: dict[str, Any] = {"accumulation": job.accumulation, "clip_norm": job.clip_norm}
+        assert asked.workload is not None
+        part = part_to_probe(asked.workload, only_evaluate=job.only_evaluate, order=job.order)
+        prober = InChild(job) if ranks is None else AcrossRanks(job, ranks)
+        book = _book(replace(asked, workload=part), question, job, prober.where) if cache else None
+        told |= {"name": asked.name, "traceable": part, "say": say, "book": book}
+        return fit_shapes(question, prober, budget, **told)
+
+    with _loadable(asked, replace(job, limit_bytes=own.probe_bytes)) as ready:
+        if ranks is None:
+            return _with_evaluation(run, ready, evaluate=evaluate, notes=notes, say=say)
+        if ranks.rank > 0:
+            return ranks.follow(ready)
+        return ranks.lead(lambda: _with_evaluation(run, ready, evaluate=evaluate, notes=notes, say=say))
+
+
+def _book(asked: Work, question: Question, job: Job, where: str) -> AnswerBook:
+    assert asked.workload is not None
+    options = {**asdict(question), "shapes": None, "where": where}
+    options |= {"accumulation": job.accumulation, "clip_norm": job.clip_norm, "only_evaluate": job.only_evaluate}
+    return AnswerBook(asked.workload, asked.target, options)
+
+
+def _with_evaluation(
+    run: Callable[[Job], Fit], job: Job, *, evaluate: bool, notes: tuple[str, ...], say: Callable[[str], None]
+) -> Fit:
+    found = run(job)
+    found = replace(found, notes=(*notes, *found.notes))
+    if not evaluate:
+        return found
+    say("now the size for evaluation")
+    return replace(found, evaluation=run(replace(job, only_evaluate=True)))
+
+
+def _budget_of(prober: InProcess | PlainStep, memory: str | int | None, margin: float) -> Budget:
+    budget = open_budget(prober.on, memory, margin=margin, held_bytes=prober.held_bytes)
+    prober.limit_bytes = budget.probe_bytes
+    return budget
+
+
+@contextlib.contextmanager
+def _loadable(asked: Work, job: Job) -> Iterator[Job]:
+    """Give the job a file to load the workload from, where it has no target."""
+    if asked.target is not None:
+        yield job
+        return
+    with tempfile.TemporaryDirectory(prefix="batchwright-") as folder:
+        pickled = Path(folder) / "workload"
+        pickled.write_bytes(asked.pickled())
+        yield replace(job, pickled=str(pickled))

@@ -1,0 +1,136 @@
+"""What the trace says a size will take, corrected by what earlier probes took beyond it.
+
+Promises:
+- a step that cannot be traced is no error: the search then goes by what probes measure;
+- the correction learnt at one shape starts the next one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from batchwright.device.out_of_memory import is_too_small
+from batchwright.errors import BatchwrightError
+from batchwright.fitting.curve import Curve
+from batchwright.fitting.result import MemoryLine, limited_peak
+from batchwright.memory.breakdown import break_down
+from batchwright.memory.estimate import without_torchs_own_log
+from batchwright.memory.tracing import trace_workload
+from batchwright.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from batchwright.device.outcome import Outcome
+    from batchwright.memory.breakdown import Breakdown
+    from batchwright.workload import Workload
+
+# A thread's stack as Linux reserves it: private memory from the moment the thread starts.
+_STACK_BYTES = 8 * 2**20
+_KERNELS_KEEP_BYTES = 16 * 2**20
+
+
+class Forecast:
+    """Predicted peaks of one workload, shape after shape."""
+
+    def __init__(
+        self,
+        workload: Workload | None,
+        limit_bytes: int | None,
+        *,
+        accumulation: int = 1,
+        clip_norm: float | None = None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._workload = workload
+        self._limit_bytes = limit_bytes
+        self._told: dict[str, Any] = {"accumulation": accumulation, "clip_norm": clip_norm}
+        self._say = say
+        self._shape: Mapping[str, Any] = {}
+        self._seen: dict[int, Breakdown] = {}
+        # The main thread has its stack already; each of torch's others, and autograd's, takes one.
+        self.allowance = (torch.get_num_threads() + 1) * _STACK_BYTES + _KERNELS_KEEP_BYTES
+
+    def turn_to(self, shape: Mapping[str, Any]) -> None:
+        """Speak of this shape from now on."""
+        self._shape, self._seen = shape, {}
+
+    def is_possible(self, shape: Mapping[str, Any]) -> bool:
+        """Whether the step can be traced at all."""
+        if self._workload is None:
+            return False
+        self._say("predicting from traces")
+        try:
+            self.peak(1)
+        except Exception:
+            # Whatever it is, a probe will say it better: it has real values and the user's own traceback.
+            return False
+        return True
+
+    def peak(self, micro_batch: int) -> int:
+        """Predicted bytes at a size."""
+        return self._broken_down(micro_batch).peak_bytes
+
+    def first_guess(self, cap: int) -> int | None:
+        """The largest size that should fit by prediction alone; None where nothing can be said."""
+        if self._limit_bytes is None or not self.is_possible(self._shape):
+            return None
+        return Curve(self.peak, cap=cap).largest_within(self._limit_bytes - self.allowance) or None
+
+    def learn(self, trials: Sequence[Outcome]) -> None:
+        """Take over what the largest size that fits took beyond its prediction."""
+        measured = [(t.micro_batch, limited_peak(t)) for t in trials if t.fits and limited_peak(t) is not None]
+        known = [(n, peak) for n, peak in measured if n in self._seen]
+        if known:
+            size, peak = max(known)
+            assert peak is not None
+            # Rounding differs from shape to shape: a little more, so that the first probe still fits.
+            self.allowance = max(0, math.ceil(1.02 * (peak - self.peak(size))))
+
+    def line(self, micro_batch: int | None, trials: Sequence[Outcome]) -> MemoryLine | None:
+        """Return the line near the answer: its slope from the trace if there is one, else from two probes."""
+        peaks = {t.micro_batch: peak for t in trials if t.fits and (peak := limited_peak(t)) is not None}
+        if micro_batch is None or micro_batch not in peaks:
+            return None
+        if self._seen and micro_batch > 1:
+            half = micro_batch // 2
+            slope, source = (self.peak(micro_batch) - self.peak(half)) / (micro_batch - half), "predicted"
+        elif below := [n for n in peaks if n < micro_batch]:
+            slope = (peaks[micro_batch] - peaks[max(below)]) / (micro_batch - max(below))
+            source = "measured"
+        else:
+            return None
+        return MemoryLine(round(peaks[micro_batch] - slope * micro_batch), round(slope), source)
+
+    def parts_needed(self, micro_batch: int) -> list[str]:
+        """Say what a size needs, by parts; nothing where it cannot be predicted."""
+        if not self._seen:
+            return []
+        needed = self._broken_down(micro_batch)
+        parts = ", ".join(f"{part} {format_bytes(n)}" for part, n in sorted(needed.parts.items(), key=lambda p: -p[1]))
+        return [f"predicted need {format_bytes(needed.peak_bytes)}: {parts}"]
+
+    def remedy(self) -> str:
+        """What would help, where that can be said."""
+        if not self._seen:
+            return ""
+        return "batchwright estimate TARGET --what-if prints what each change of the set-up would save"
+
+    def _broken_down(self, micro_batch: int) -> Breakdown:
+        if micro_batch not in self._seen:
+            assert self._workload is not None
+            try:
+                with without_torchs_own_log():
+                    traced = trace_workload(self._workload, micro_batch, shape=self._shape, **self._told)
+            except BatchwrightError:
+                raise
+            except Exception as error:
+                if not is_too_small(error):
+                    raise
+                # One sample is too few for BatchNorm; two need hardly more.
+                return self._broken_down(micro_batch + 1)
+            self._seen[micro_batch] = break_down(traced.log)
+        return self._seen[micro_batch]

@@ -1,0 +1,126 @@
+"""What a plain step function holds: the model and optimizer that it changes, though nobody handed them in.
+
+Promises:
+- looks where a function can hold an object: its `self`, arguments bound by `functools.partial`, defaults, closure
+  cells, and the globals that its code names; in functions among these as well, so that a decorator hides nothing;
+- looks one level into lists, tuples, dicts and plain objects, no deeper, and calls nothing of the user's;
+- an object is found once, under the first name that leads to it.
+
+What it cannot see: objects that the function asks another one for (`trainer.current().model`), or that live in
+another Python module which the code names only by an attribute (`state.model` after `import state`).
+"""
+
+from __future__ import annotations
+
+import functools
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from batchwright.fitting.kept_state import can_be_kept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def held_objects(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return what a function holds and `KeptState` can keep, by the name it goes under there.
+
+    >>> import torch
+    >>> def make_step():
+    ...     model = torch.nn.Linear(2, 1)
+    ...     optimizers = [torch.optim.SGD(model.parameters())]
+    ...     def step(batch_size):
+    ...         model(torch.ones(batch_size, 2)).sum().backward()
+    ...         optimizers[0].step()
+    ...     return step
+    >>> list(held_objects(make_step()))
+    ['model', 'optimizers[0]']
+    """
+    found: dict[str, Any] = {}
+    met: set[int] = set()
+    for name, value in _reached(function, set()):
+        for inner_name, inner in _one_level(name, value):
+            if id(inner) not in met and can_be_kept(inner):
+                met.add(id(inner))
+                # Two functions may use one name for different objects; neither must be lost.
+                found[inner_name if inner_name not in found else f"{inner_name} ({len(found)})"] = inner
+    return found
+
+
+def _reached(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield everything that a function names, and that functions among it name, with the name."""
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    if isinstance(function, MethodType):
+        yield "self", function.__self__
+        yield from _reached(function.__func__, seen)
+    elif isinstance(function, functools.partial):
+        bound = [(f"args[{i}]", value) for i, value in enumerate(function.args)]
+        yield from _with_functions([*bound, *function.keywords.items()], seen)
+        yield from _reached(function.func, seen)
+    elif isinstance(function, FunctionType):
+        yield from _with_functions(_held_by(function), seen)
+        named = [(name, function.__globals__.get(name)) for name in dict.fromkeys(_names_in(function.__code__))]
+        yield from named
+        # Only into functions beside it: what a library's functions reach is the library's own.
+        for _, value in named:
+            if isinstance(value, FunctionType) and value.__globals__ is function.__globals__:
+                yield from _reached(value, seen)
+        yield from _reached(getattr(function, "__wrapped__", None), seen)
+    elif can_be_kept(function):
+        yield type(function).__name__, function
+    elif function is not None and not isinstance(function, type):
+        yield "self", function
+        yield from _reached(type(function).__dict__.get("__call__"), seen)
+
+
+def _with_functions(named: list[tuple[str, Any]], seen: set[int]) -> Iterator[tuple[str, Any]]:
+    yield from named
+    for _, value in named:
+        if isinstance(value, FunctionType | MethodType | functools.partial):
+            yield from _reached(value, seen)
+
+
+def _held_by(function: FunctionType) -> list[tuple[str, Any]]:
+    """Return the defaults and closure cells of a function, by name."""
+    code = function.__code__
+    named: list[tuple[str, Any]] = []
+    defaults = function.__defaults__ or ()
+    positional = code.co_varnames[: code.co_argcount]
+    named += zip(positional[len(positional) - len(defaults) :], defaults, strict=True)
+    named += (function.__kwdefaults__ or {}).items()
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            named.append((name, cell.cell_contents))
+        except ValueError:
+            # Named before it is assigned, as in a function that closes over itself while being decorated.
+            continue
+    return named
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Global names in a function's code and in the functions inside it; attribute names are among them, harmlessly."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _one_level(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a value, or what a container or a plain object holds."""
+    if isinstance(value, list | tuple | dict) or can_be_kept(value):
+        yield from _entries(name, value)
+    elif not isinstance(value, type | ModuleType | FunctionType | MethodType | functools.partial):
+        for key, inner in getattr(value, "__dict__", {}).items():
+            yield from _entries(f"{name}.{key}", inner)
+
+
+def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, list | tuple):
+        yield from ((f"{name}[{i}]", inner) for i, inner in enumerate(value))
+    elif isinstance(value, dict):
+        # Past its own `items`, which may import or build what it lists.
+        yield from ((f"{name}[{key!r}]", inner) for key, inner in dict.items(value))
+    else:
+        yield name, value

@@ -1,0 +1,133 @@
+"""A probe in a fresh process: loads the target itself, runs under the limit, and cannot hurt the one that asked.
+
+Promises:
+- never a fork: a process that has run torch cannot be forked safely;
+- a child that is killed or crashes is an outcome, not an error of ours;
+- an interrupt ends the child too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchwright import errors
+from batchwright.device.out_of_memory import find_rule
+from batchwright.device.outcome import Outcome
+from batchwright.device.process_memory import PINNED_ENVIRONMENT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchwright.fitting.job import Job
+
+# How often a parent looks whether its child has ended.
+_POLL_SECONDS = 0.02
+# The rule of a probe that was ended because it had no point any more.
+STOPPED = "stopped"
+# Signals that a process ends by where memory cannot be had and nobody looked: no null check, an exception in a thread.
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+
+
+@dataclass
+class Child:
+    """One running probe."""
+
+    job: Job
+    folder: Path
+    process: subprocess.Popen[bytes]
+    started: float
+
+    @staticmethod
+    def start(job: Job, folder: Path) -> Child:
+        """Start a process that runs the job; its files are put into the folder, which must be empty."""
+        (folder / "job.json").write_text(json.dumps(job.to_dict()))
+        # Its own session: Ctrl-C at the terminal reaches us alone, and we end the child and all that it started.
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "batchwright.fitting.child", str(folder / "job.json"), str(folder / "answer")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **PINNED_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                start_new_session=True,
+            )
+        return Child(job, folder, process, time.perf_counter())
+
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        return self.process.poll() is not None
+
+    def kill(self) -> None:
+        """End it and everything it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def outcome(self) -> Outcome:
+        """Read how it ended."""
+        answer = self.folder / "answer"
+        if answer.exists():
+            return _read(json.loads(answer.read_text()))
+        return self._died()
+
+    def _died(self) -> Outcome:
+        code = self.process.returncode
+        said = (self.folder / "log").read_text(errors="replace")[-4000:].strip()
+        job = self.job
+        ended = Outcome(
+            job.micro_batch,
+            job.shape,
+            "failed",
+            None,
+            time.perf_counter() - self.started,
+            accumulation=job.accumulation,
+        )
+        rule = find_rule(RuntimeError(said))
+        if code == -signal.SIGKILL:
+            told = "the process was killed, as the system does when memory runs out"
+            return replace(ended, verdict="out_of_memory", rule="killed", error=told)
+        if rule is not None and code != 0:
+            return replace(ended, verdict="out_of_memory", rule=rule.name, error=said.splitlines()[-1])
+        if -code in _CRASHES and job.limit_bytes is not None:
+            name = signal.Signals(-code).name
+            told = f"the process ended by {name} under its limit"
+            doubt = "a crash that has nothing to do with memory ends the same way"
+            return replace(ended, verdict="out_of_memory", rule="crashed", error=told, doubt=doubt)
+        told = f"the process ended with code {code} and no answer"
+        return replace(ended, error=told, traceback=f"{said}\n{told}".strip())
+
+
+def probe_in_child(job: Job, *, until: Callable[[], bool] | None = None) -> Outcome:
+    """Run one probe in a fresh process and wait for its end; `until` may say that waiting has no point any more."""
+    with tempfile.TemporaryDirectory(prefix="batchwright-") as folder:
+        child = Child.start(job, Path(folder))
+        try:
+            while not child.has_ended():
+                if until is not None and until():
+                    child.kill()
+                    return replace(child.outcome(), verdict="failed", rule=STOPPED, error="stopped from outside")
+                time.sleep(_POLL_SECONDS)
+        finally:
+            if not child.has_ended():
+                child.kill()
+        return child.outcome()
+
+
+def _read(answer: dict[str, Any]) -> Outcome:
+    if "outcome" in answer:
+        return Outcome.from_dict(answer["outcome"])
+    if "raised" in answer:
+        raise errors.StepFailedError(answer["raised"])
+    told = answer["error"]
+    kind = getattr(errors, told["type"], errors.BatchwrightError)
+    raise kind(told["problem"], details=told["details"], remedy=told["remedy"])

@@ -1,0 +1,207 @@
+"""The ways to run a probe: in this process on live objects, or in a fresh one.
+
+Promises:
+- in this process, everything that is the user's comes back after each probe, however it ended;
+- a plain step is called once per probe.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import time
+import weakref
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from batchwright.device.device import open_device, open_limited
+from batchwright.device.limited_host import live_bytes
+from batchwright.device.step import build_model, build_optimizers
+from batchwright.fitting.held_objects import held_objects
+from batchwright.fitting.isolated import probe_in_child
+from batchwright.fitting.kept_state import KeptState
+from batchwright.fitting.result import Restored
+from batchwright.fitting.work import refuse_spread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from batchwright.device.outcome import Outcome
+    from batchwright.fitting.job import Job
+    from batchwright.fitting.work import Step
+    from batchwright.workload import Workload
+
+_BEYOND_REACH = "files, connections and Python objects that the step itself changes"
+
+
+class Prober(Protocol):
+    """Runs probes of one piece of work."""
+
+    @property
+    def on(self) -> str:
+        """The device."""
+
+    @property
+    def where(self) -> str:
+        """Where probes run, in words."""
+
+    def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
+        """Run one probe."""
+
+    def restored(self) -> Restored:
+        """What was given back as it was found."""
+
+
+@dataclass(frozen=True)
+class InChild:
+    """Each probe in a fresh process that loads the workload by itself."""
+
+    job: Job
+    where: str = "each probe in a process of its own"
+
+    @property
+    def on(self) -> str:
+        """The device."""
+        return self.job.on
+
+    def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
+        """Run one probe."""
+        return probe_in_child(replace(self.job, micro_batch=micro_batch, shape=dict(shape)))
+
+    def restored(self) -> Restored:
+        """Nothing of this process was touched."""
+        return Restored(("everything, as the probes ran in processes of their own",), ())
+
+
+class InProcess:
+    """Probes of a workload in this process; what is live in it is given back."""
+
+    where = "in this process"
+
+    def __init__(self, workload: Workload, *, on: str, accumulation: int, clip_norm: float | None) -> None:
+        open_device(on)
+        self._state = KeptState(accelerator=_accelerator(on))
+        self._told: dict[str, Any] = {"accumulation": accumulation, "clip_norm": clip_norm}
+        try:
+            live = _live_parts(workload)
+        finally:
+            self._state.restore()
+        for thing in live:
+            self._state.keep(thing)
+        model = next((thing for thing in live if isinstance(thing, nn.Module)), None)
+        if model is not None:
+            refuse_spread(model)
+            workload = replace(workload, model=model)
+        self._workload = workload
+        self.on = on
+        self.held_bytes = live_bytes(live)
+        self.limit_bytes: int | None = None
+        self.traceable = _without_live_optimizer(workload, live)
+
+    def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
+        """Run one probe."""
+        device = open_limited(self.on, self.limit_bytes, held_bytes=self.held_bytes)
+        try:
+            return device.probe(self._workload, micro_batch, shape=shape, **self._told)
+        finally:
+            self._state.restore()
+
+    def restored(self) -> Restored:
+        """What was given back as it was found."""
+        return Restored(self._state.covered, (_BEYOND_REACH,))
+
+
+class PlainStep:
+    """Probes of a function of n that trains by itself; what of its state can be found is given back."""
+
+    where = "in this process"
+
+    def __init__(self, step: Step, *, on: str, state: Iterable[Any] = ()) -> None:
+        open_device(on)
+        self._step = step
+        self._has_worked: bool | None = None
+        given = list(state)
+        found = [thing for thing in held_objects(step).values() if not any(thing is own for own in given)]
+        for thing in (*given, *found):
+            if isinstance(thing, nn.Module):
+                refuse_spread(thing)
+        self._state = KeptState([*given, *found], accelerator=_accelerator(on))
+        self._has_state = bool(given or found)
+        self.on = on
+        self.held_bytes = live_bytes([*given, *found])
+        self.limit_bytes: int | None = None
+
+    def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
+        """Call the step once."""
+        device = open_limited(self.on, self.limit_bytes, held_bytes=self.held_bytes)
+        try:
+            return device.watch(lambda: self._timed(micro_batch, shape), micro_batch=micro_batch, shape=shape)
+        finally:
+            self._state.restore()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What has to be said about the step."""
+        return () if self._has_worked else ("the step ran no operator of torch: all that is known is that it returned",)
+
+    def restored(self) -> Restored:
+        """What was given back as it was found."""
+        unknown = "a model or optimizer that the step reaches: none was found, hand in state="
+        return Restored(self._state.covered, (_BEYOND_REACH,) if self._has_state else (unknown, _BEYOND_REACH))
+
+    def _timed(self, micro_batch: int, shape: Mapping[str, Any]) -> tuple[float, ...]:
+        start = time.perf_counter()
+        if self._has_worked is None:
+            # Only the first call is looked at: the look costs time, and compiled code would not be compiled under it.
+            with _Operators() as operators:  # type: ignore[no-untyped-call]
+                self._step(micro_batch, **shape)
+            self._has_worked = operators.have_run
+        else:
+            self._step(micro_batch, **shape)
+        return (time.perf_counter() - start,)
+
+
+def _accelerator(on: str) -> torch.device | None:
+    return None if on == "cpu" else torch.device(on)
+
+
+class _Operators(TorchDispatchMode):
+    """Whether any operator of torch ran."""
+
+    have_run = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.have_run = True
+        return func(*args, **(kwargs or {}))
+
+
+def _live_parts(workload: Workload) -> list[Any]:
+    """Find what of a workload lives on outside of a probe: a module handed in, or one that its functions hand out."""
+    if isinstance(workload.model, nn.Module):
+        live: list[Any] = [workload.model]
+    else:
+        live = []
+    model = build_model(workload, torch.device("cpu")) if not live else live[0]
+    made = [*([] if live else [model]), *build_optimizers(workload, model)]
+    if workload.scaler is not None:
+        made.append(workload.scaler())
+    # What somebody else holds survives our letting go of it.
+    watched = [weakref.ref(thing) for thing in made]
+    del model, made
+    gc.collect()
+    return live + [thing for thing in (ref() for ref in watched) if thing is not None]
+
+
+def _without_live_optimizer(workload: Workload, live: list[Any]) -> Workload:
+    """Return a workload whose optimizer can be made over other parameters than those of the live one: for the trace."""
+    optimizers = [thing for thing in live if isinstance(thing, torch.optim.Optimizer)]
+    if len(optimizers) != 1:
+        return workload
+    (optimizer,) = optimizers
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    return replace(workload, optimizer=lambda parameters: type(optimizer)(parameters, **settings))
