@@ -7,22 +7,27 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check 
 .PHONY: help demo test format docs clean
 
 help:
-	@echo "make demo    install, then predict the memory of a small GPT's step and plan its batch"
+	@echo "make demo    install, then predict a small GPT's memory, find its micro-batch and plan its batch"
 	@echo "make test    install, then lint, type-check and run all tests"
 	@echo "make docs    write the generated pages under docs/ anew"
 	@echo "make format  apply the formatter and the safe lint fixes"
 	@echo "make clean   remove .venv and caches"
 
 demo: $(VENV)/.ready-to-run
-	@echo "Nothing is trained here yet. First, the memory of one training step of a small GPT, predicted:"
+	@echo "First, the memory of one training step of a small GPT, predicted:"
 	@echo '$$ batchwright estimate examples/tiny_gpt.py:workload --micro-batch 32'
 	@echo
 	@$(BIN)/batchwright estimate examples/tiny_gpt.py:workload --micro-batch 32
 	@echo
-	@echo "Second, every way to reach an effective batch of 32 over 10,000 samples, and what each costs:"
-	@echo '$$ batchwright plan 32 --micro-batch 32 --samples 10000 --drop-last'
+	@echo "Second, the largest micro-batch that fits into 512 MiB, found by running it (about half a minute):"
+	@echo '$$ batchwright fit examples/tiny_gpt.py:workload --memory 512MiB --accumulate-to 32'
 	@echo
-	@$(BIN)/batchwright plan 32 --micro-batch 32 --samples 10000 --drop-last
+	@$(BIN)/batchwright fit examples/tiny_gpt.py:workload --memory 512MiB --accumulate-to 32
+	@echo
+	@echo "Third, every way to reach an effective batch of 32 over 10,000 samples, and what each costs:"
+	@echo '$$ batchwright plan 32 --micro-batch 8 --samples 10000 --drop-last'
+	@echo
+	@$(BIN)/batchwright plan 32 --micro-batch 8 --samples 10000 --drop-last
 
 test: $(VENV)/.ready-to-test
 	$(BIN)/ruff check .

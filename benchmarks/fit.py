@@ -1,8 +1,10 @@
-"""Finders of the largest micro-batch side by side: limits that merely raise, then real byte budgets.
+"""Finders of the largest micro-batch side by side: limits that merely raise, real byte budgets, state, ranks.
 
     pip install --no-deps toma==1.1.0 batch-finder==0.6.0   # the two peers that `make test` does not bring
-    python benchmarks/fit.py                            both parts; about half an hour on two idle cores
-    python benchmarks/fit.py sweep                      the first, seconds
+    python benchmarks/fit.py all --json FILE            everything; half an hour on two idle cores
+    python benchmarks/fit.py sweep                      limits that merely raise, seconds
+    python benchmarks/fit.py state                      what finders leave behind (benchmarks/fit_state.py)
+    python benchmarks/fit.py ranks                      2 and 4 ranks (benchmarks/fit_ranks.py)
     python benchmarks/fit.py budgets --without-caches   no buffers of MKL and oneDNN kept from one size to the next
     python benchmarks/fit.py budgets --cells mlp:200 lstm:400 --finders toma batchwright
 
@@ -11,11 +13,13 @@ all calls, those that raise included. Exact means the limit itself, and no answe
 
 Budgets. Each finder on each cell is one fresh process with its allocator's thresholds pinned: imports, model and
 optimizer built, soft RLIMIT_DATA = what is held then + the budget, then the clock and the finder on the bare training
-step. The truth is a bisection with one fresh process per size, five steps each (benchmarks/fit_cells.py). Afterwards
-five further steps at the answer, in the same process under the same limit. `changed` is found by hashes from before and
-after. An answer above the truth counts as near it only if these steps succeed. Our finder comes twice: on live objects
-in the same process, and on a target, where each probe is a child that imports torch anew; these imports, measured in
-the same run, are taken off its time, as they are for all, and the five steps run in a fresh process too.
+step. The truth is a bisection with one fresh process per size, five steps each (benchmarks/fit_cells.py); it starts
+from our answer, which shortens the way and changes nothing. Afterwards five further steps at the answer, in the same
+process under the same limit. `changed` is found by hashes from before and after. An answer above the truth counts as
+near it only if these steps succeed. A peer is stopped after 60 s of CPU time. Our finder comes twice: on live objects
+in the same process, and on a target, where each probe is a fresh child. The time of the latter is that of the process
+that asks, without its waiting for children, plus the seconds each trial states, which begin where the child has
+imported torch and the target; its five steps run in a fresh process too. All cells of ours come first, then the peers.
 """
 
 from __future__ import annotations
@@ -25,20 +29,23 @@ import contextlib
 import gc
 import json
 import os
-import resource
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fit_ranks
+import fit_state
 import torch
 from fit_cells import CELLS, Cell, Truth, find_truth
-from fit_child import OURS_LIVE, OURS_TARGET, first_line, has_ours, ours_on_step
+from fit_child import CPU_SECONDS, OURS_LIVE, OURS_TARGET, first_line, has_ours, ours_on_step
 from fit_peers import PEERS, Task, quiet
 from torch import nn
 
@@ -46,9 +53,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 LIMITS = (0, 1, 3, 37, 100, 1000, 5000, 100_000)
-TIME_OUT_SECONDS = 120.0
-# What a process may take for interpreter and imports on a busy machine, on top of the finder's own time.
-START_SECONDS = 30.0
+# However busy the machine is, a process of ours ends at some time.
+TIME_OUT_SECONDS = 600.0
 NEAR_ENOUGH = 0.95
 CHILD = Path(__file__).resolve().with_name("fit_child.py")
 # The thresholds keep glibc from holding on to freed blocks, so that a limit means the same at the end as at the start.
@@ -62,7 +68,6 @@ ENVIRONMENT = {
 # What a process can hold depends on the sizes it has tried: MKL keeps its buffers (23 MiB for the MLP, 128 to 1024
 # samples) and oneDNN its primitives. These settings take that away, from the truth as well.
 WITHOUT_CACHES = {"MKL_DISABLE_FAST_MM": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
-IMPORTS = "import torch, batchwright.device.step; torch.optim.Adam([torch.zeros(1, requires_grad=True)])"
 
 
 # --- limits that merely raise
@@ -199,7 +204,7 @@ class BudgetRow:
     cpu_seconds: float | None = None
     further_steps: str | None = None
     changed: list[str] | None = None
-    trials: list[tuple[int, str]] = field(default_factory=list)
+    trials: list[tuple[int, str, float]] = field(default_factory=list)
 
     @property
     def ratio(self) -> float:
@@ -220,9 +225,17 @@ def run_child(*arguments: str) -> dict[str, Any]:
         learnt: dict[str, Any] = {}
         ending = None
         try:
-            limit = TIME_OUT_SECONDS + START_SECONDS
-            done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, timeout=limit, text=True)
-            if done.returncode:
+            done = subprocess.run(
+                command,
+                env=os.environ | ENVIRONMENT,
+                capture_output=True,
+                timeout=TIME_OUT_SECONDS,
+                text=True,
+                start_new_session=True,
+            )
+            if done.returncode == -signal.SIGXCPU:
+                ending = f"stopped after {CPU_SECONDS} s of CPU time"
+            elif done.returncode:
                 ending = f"exit code {done.returncode}: {(done.stderr.strip() or '-').splitlines()[-1][:100]}"
         except subprocess.TimeoutExpired:
             ending = f"stopped after {TIME_OUT_SECONDS:.0f} s"
@@ -248,53 +261,67 @@ def measure_truth(cell: Cell) -> Truth:
     return find_truth(fits, near=cell.near)
 
 
-def measure_imports() -> tuple[float, float]:
-    """Return the wall and CPU seconds of a child that only imports what one of our probes imports."""
-
-    def children() -> float:
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return used.ru_utime + used.ru_stime
-
-    times = []
-    for _ in range(3):
-        wall, cpu = time.perf_counter(), children()
-        subprocess.run([sys.executable, "-c", IMPORTS], env=os.environ | ENVIRONMENT, check=True)
-        times.append((time.perf_counter() - wall, children() - cpu))
-    # The shortest, which takes the least off our own time.
-    return min(times)
+def read_truths(path: str | None) -> dict[str, Truth]:
+    """Return the truths that an earlier run wrote."""
+    lines = Path(path).read_text().splitlines() if path else []
+    told = [known for known in map(json.loads, lines) if known.pop("kind") == "truth"]
+    return {known.pop("cell"): Truth(**known) for known in told}
 
 
-def run_budget(finder: str, cell: Cell, truth: Truth, imports: tuple[float, float]) -> BudgetRow:
+def run_budget(finder: str, cell: Cell, truth: Truth | None = None) -> BudgetRow:
     learnt = run_child("finder", cell.model, str(cell.budget_mib), finder)
-    if finder == OURS_TARGET:
-        for clock, seconds in zip(("wall_seconds", "cpu_seconds"), imports, strict=True):
-            if clock in learnt:
-                learnt[clock] -= seconds * len(learnt.get("trials", ()))
-        if learnt.get("answer"):
-            told = run_child("truth", cell.model, str(cell.budget_mib), str(learnt["answer"]))
-            learnt["further_steps"] = told.get("verdict", "died")
-    return BudgetRow(finder=finder, cell=cell.name, truth=truth.size, **learnt)
+    if finder == OURS_TARGET and learnt.get("answer"):
+        told = run_child("truth", cell.model, str(cell.budget_mib), str(learnt["answer"]))
+        learnt["further_steps"] = told.get("verdict", "died")
+    return BudgetRow(finder=finder, cell=cell.name, truth=truth.size if truth else 0, **learnt)
 
 
-def budgets(cells: Sequence[Cell], finders: Sequence[str]) -> tuple[dict[str, Truth], list[BudgetRow]]:
-    imports = measure_imports() if OURS_TARGET in finders else (0.0, 0.0)
-    if OURS_TARGET in finders:
-        print(f"Imports of one child: {imports[0]:.2f} s, {imports[1]:.2f} s CPU\n")
-    truths: dict[str, Truth] = {}
+def budgets(
+    cells: Sequence[Cell],
+    finders: Sequence[str],
+    note: Callable[[str, dict[str, Any]], None],
+    *,
+    until: float,
+    truths: dict[str, Truth],
+) -> list[BudgetRow]:
+    """Run our finder and the truth on every cell, then the peers, small budgets first, as far as time allows."""
+    own, peers = (
+        [name for name in finders if (name in (OURS_LIVE, OURS_TARGET)) == is_ours] for is_ours in (True, False)
+    )
     rows: list[BudgetRow] = []
     for cell in cells:
-        truth = truths[cell.name] = measure_truth(cell)
+        found = [run_budget(finder, cell) for finder in own]
+        near = next((row.answer for row in found if row.finder == OURS_TARGET and row.answer), cell.near)
+        if cell.name not in truths:
+            truths[cell.name] = measure_truth(replace(cell, near=near))
+        truth = truths[cell.name]
+        note("truth", {"cell": cell.name, **asdict(truth)})
         print(
             f"{cell.name} MiB: truth {truth.size}, fits {truth.again} of {truth.again} times, the next size"
-            f" {truth.next_fitted}; largest that ever did {truth.ever}; {truth.processes} processes",
-            flush=True,
+            f" {truth.next_fitted}; largest that ever did {truth.ever}; {truth.processes} processes"
         )
-        own = [run_budget(finder, cell, truth, imports) for finder in finders]
-        rows += own
-        table = [["finder", "answer", "/truth", "s", "CPU s", "5 further steps", "changed"]]
-        print_table(table + [_budget_line(row) for row in own], indent="  ")
-        print(flush=True)
-    return truths, rows
+        found = [replace(row, truth=truth.size) for row in found]
+        if found:
+            _show(found, note)
+        rows += found
+    for cell in sorted(cells, key=lambda cell: cell.budget_mib):
+        if peers and time.perf_counter() > until:
+            print(f"{cell.name} MiB: no time left for the peers")
+            continue
+        if peers:
+            print(f"{cell.name} MiB, peers: truth {truths[cell.name].size}", flush=True)
+            found = [run_budget(finder, cell, truths[cell.name]) for finder in peers]
+            _show(found, note)
+            rows += found
+    return rows
+
+
+def _show(rows: Sequence[BudgetRow], note: Callable[[str, dict[str, Any]], None]) -> None:
+    table = [["finder", "answer", "/truth", "s", "CPU s", "5 further steps", "changed"]]
+    print_table(table + [_budget_line(row) for row in rows], indent="  ")
+    print(flush=True)
+    for row in rows:
+        note("budget", asdict(row) | {"ratio": row.ratio})
 
 
 def _budget_line(row: BudgetRow) -> list[str]:
@@ -305,6 +332,11 @@ def _budget_line(row: BudgetRow) -> list[str]:
     return [row.finder + trials, answer[:60], f"{row.ratio:.3f}", *seconds, row.further_steps or "-", changed]
 
 
+def _cpu_seconds(row: BudgetRow) -> float:
+    """CPU seconds; those of our children are not known without their imports, so wall seconds stand in."""
+    return row.cpu_seconds or row.wall_seconds or CPU_SECONDS
+
+
 def print_summary(rows: Sequence[BudgetRow]) -> None:
     names = list(dict.fromkeys(row.finder for row in rows))
     table = [["finder", "worst", "best", f">= {NEAR_ENOUGH}", "above truth", "no answer", "steps ok", "s", "CPU s"]]
@@ -312,7 +344,7 @@ def print_summary(rows: Sequence[BudgetRow]) -> None:
     for name in names:
         own = [row for row in rows if row.finder == name]
         near = [row for row in own if row.is_near]
-        total = sum(row.wall_seconds or TIME_OUT_SECONDS for row in own), sum(row.cpu_seconds or 0.0 for row in own)
+        total = sum(row.wall_seconds or CPU_SECONDS for row in own), sum(map(_cpu_seconds, own))
         if len(near) == len(own):
             reaching[name] = total
         table.append(
@@ -362,7 +394,7 @@ def _names_of_budgets(parts: Sequence[str] | None, with_ours: bool) -> list[str]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=["all", "sweep", "budgets"], default="all")
+    parser.add_argument("part", nargs="?", choices=["all", "sweep", "budgets", "state", "ranks"], default="all")
     parser.add_argument("--cells", nargs="+", metavar="MODEL:MIB", help="only these cells, or all of a MODEL")
     parser.add_argument(
         "--finders",
@@ -374,7 +406,11 @@ def main() -> None:
     parser.add_argument(
         "--without-caches", action="store_true", help="let MKL and oneDNN keep nothing of earlier sizes"
     )
-    parser.add_argument("--json", metavar="FILE", help="write every row to a file as well")
+    parser.add_argument(
+        "--minutes", type=float, default=25.0, help="start no further cell of the peers after so many minutes"
+    )
+    parser.add_argument("--truths", metavar="FILE", help="take the truths from what an earlier run wrote with --json")
+    parser.add_argument("--json", metavar="FILE", help="append every row to a file as well, as a line of JSON")
     chosen = parser.parse_args()
     with_ours = not chosen.without_ours
     if chosen.without_caches:
@@ -386,21 +422,37 @@ def main() -> None:
         return not chosen.finders or any(part in name for part in chosen.finders)
 
     cells = [c for c in CELLS if not chosen.cells or c.name in chosen.cells or c.model in chosen.cells]
-    start, dump = time.perf_counter(), dict[str, Any]()
-    if chosen.part != "budgets":
+    start = time.perf_counter()
+
+    def note(kind: str, row: dict[str, Any]) -> None:
+        # At once, so that nothing is lost when the rest does not come.
+        if chosen.json:
+            with open(chosen.json, "a") as lines:
+                lines.write(json.dumps({"kind": kind, **row}) + "\n")
+
+    if chosen.json:
+        Path(chosen.json).write_text("")
+    if chosen.part in ("all", "sweep"):
         swept = sweep(is_chosen, with_ours)
         print_sweep(swept)
-        dump["sweep"] = [asdict(row) | {"exact": row.is_exact} for row in swept]
+        for row in swept:
+            note("sweep", asdict(row) | {"exact": row.is_exact})
         print()
-    if chosen.part != "sweep":
-        truths, rows = budgets(cells, _names_of_budgets(chosen.finders, with_ours))
+    if chosen.part in ("all", "budgets"):
+        until = start + 60 * chosen.minutes
+        finders = _names_of_budgets(chosen.finders, with_ours)
+        rows = budgets(cells, finders, note, until=until, truths=read_truths(chosen.truths))
         if rows:
             print_summary(rows)
-        dump["truths"] = {name: asdict(truth) for name, truth in truths.items()}
-        dump["budgets"] = [asdict(row) | {"ratio": row.ratio} for row in rows]
+    if chosen.part in ("all", "state"):
+        states = []
+        for state in chain(fit_state.run_ours() if with_ours else (), fit_state.run_peers(is_chosen)):
+            note("state", asdict(state))
+            states.append(state)
+        print_table(fit_state.table_of(states))
+    if chosen.part in ("all", "ranks") and with_ours:
+        print_table(fit_ranks.table_of(fit_ranks.run(lambda row: note("ranks", asdict(row)))))
     print(f"\n{time.perf_counter() - start:.0f} s in all, load average {os.getloadavg()[0]:.1f}")
-    if chosen.json:
-        Path(chosen.json).write_text(json.dumps(dump, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -236,7 +236,9 @@ def find_truth(fits: Callable[[Sequence[int]], Sequence[bool]], *, near: int, ag
     size, stride = low, 1
     while size > 0 and not ask_again(size):
         size, stride = max(0, size - stride), 2 * stride
-    ask_again(size + 1)
+    # The strides down may have passed over sizes that are as sure.
+    while ask_again(size + 1):
+        size += 1
     return Truth(
         size=size,
         again=again,

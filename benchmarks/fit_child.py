@@ -15,6 +15,7 @@ import json
 import random
 import resource
 import time
+from contextlib import contextmanager
 from importlib import import_module, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +31,11 @@ from batchwright.memory.estimate import estimate
 from batchwright.workload import Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 STEPS = 5
+# A peer is stopped after so much CPU time: wall time would depend on who else uses the machine.
+CPU_SECONDS = 60
 OURS_LIVE = "batchwright, live objects"
 OURS_TARGET = "batchwright, target in children"
 HERE = Path(__file__).resolve().parent
@@ -42,10 +45,11 @@ class Clock:
     """Wall and CPU time since it was made, children included."""
 
     def __init__(self) -> None:
-        self._wall, self._cpu = time.perf_counter(), self._cpu_seconds()
+        self._wall, self._cpu = time.perf_counter(), self.cpu_seconds()
 
     @staticmethod
-    def _cpu_seconds() -> float:
+    def cpu_seconds() -> float:
+        """Return what this process and its ended children have used since their start."""
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
@@ -53,7 +57,7 @@ class Clock:
         """Return what has passed."""
         return {
             "wall_seconds": time.perf_counter() - self._wall,
-            "cpu_seconds": self._cpu_seconds() - self._cpu,
+            "cpu_seconds": self.cpu_seconds() - self._cpu,
         }
 
 
@@ -134,7 +138,29 @@ def _fit(subject: Any, **options: Any) -> Any:
 
 
 def _told(found: Any) -> dict[str, Any]:
-    return {"answer": found.micro_batch, "trials": [(trial.micro_batch, str(trial.verdict)) for trial in found.trials]}
+    trials = [(trial.micro_batch, str(trial.verdict), round(trial.seconds, 3)) for trial in found.trials]
+    return {"answer": found.micro_batch, "trials": trials}
+
+
+@contextmanager
+def counted_children() -> Iterator[list[float]]:
+    """Count the seconds this process waits for children of ours, from their start to their end."""
+    probers = import_module("batchwright.fitting.probers")
+    waited: list[float] = []
+    run = probers.probe_in_child
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return run(*arguments, **options)
+        finally:
+            waited.append(time.perf_counter() - start)
+
+    probers.probe_in_child = timed  # type: ignore[attr-defined]
+    try:
+        yield waited
+    finally:
+        probers.probe_in_child = run  # type: ignore[attr-defined]
 
 
 class Result:
@@ -167,21 +193,30 @@ def run_finder(name: str, budget_bytes: int, finder: str, result: Result) -> Non
     live = Live(workload)
     limit_bytes = data_bytes() + budget_bytes
     before = fingerprints(live)
+    waited: list[float] = []
     # After the model is built: the first optimizer of a process imports torch._dynamo, 1.6 s.
     clock = Clock()
     try:
         if peer is not None:
             assert not isinstance(workload.model, torch.nn.Module)
             limit_data(limit_bytes)
+            resource.setrlimit(resource.RLIMIT_CPU, (int(Clock.cpu_seconds()) + CPU_SECONDS, resource.RLIM_INFINITY))
             with quiet():
                 result.tell(answer=peer.find(Task.of(live, workload.model)))
         elif finder == OURS_LIVE:
             result.tell(**ours_live(live, budget_bytes))
         else:
-            result.tell(**ours_target(name, live, budget_bytes))
+            with counted_children() as waited:
+                result.tell(**ours_target(name, live, budget_bytes))
     except Exception as error:  # how it ended is its row
         result.tell(error=first_line(error))
-    result.tell(**clock.read())
+    passed = clock.read()
+    if waited:
+        # A child's own seconds begin where it has imported torch and the target.
+        passed["wall_seconds"] += sum(trial[2] for trial in result.known.get("trials", ())) - sum(waited)
+        del passed["cpu_seconds"]
+    result.tell(**passed)
+    resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     after = fingerprints(live)
     result.tell(changed=[kind for kind in before if before[kind] != after[kind]])
     # The answer for a target is one for fresh processes; benchmarks/fit.py tries it in one.

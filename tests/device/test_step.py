@@ -13,6 +13,7 @@ from torch import nn
 
 from batchwright.device.step import PHASES, evaluating, run_probe
 from batchwright.errors import InvalidInputError
+from batchwright.workload import Workload
 from tests.device.workloads import make_linear, mean_square
 
 CPU = torch.device("cpu")
@@ -243,3 +244,23 @@ def test_the_users_own_error_propagates_untouched(part: str) -> None:
         run_probe(make_linear(**{part: fail}), 4, device=CPU)
     assert raised.value is mistake
     assert raised.traceback[-1].name == "fail"
+
+
+def test_inference_that_never_calls_the_model_is_refused() -> None:
+    workload = Workload(model=nn.Linear(2, 1), batch=lambda n: torch.ones(n, 2), loss=lambda model, batch: batch.sum())
+    with pytest.raises(InvalidInputError, match="did nothing with the model"):
+        run_probe(workload, 2, device=torch.device("cpu"))
+    assert isinstance(workload.model, nn.Module)
+    assert not workload.model._forward_pre_hooks
+
+
+def test_a_step_that_trains_nothing_is_refused() -> None:
+    other = nn.Linear(2, 1)
+    workload = Workload(
+        model=lambda: nn.Linear(2, 1),
+        batch=lambda n: torch.ones(n, 2),
+        loss=lambda model, batch: other(batch).sum(),
+        optimizer=lambda params: torch.optim.SGD(params),
+    )
+    with pytest.raises(InvalidInputError, match="trained nothing"):
+        run_probe(workload, 2, device=torch.device("cpu"))

@@ -46,6 +46,14 @@ def with_bug() -> bw.Workload:
     return bw.Workload(model=build, batch=batch, loss=wrong, optimizer=adam)
 
 
+def crashing() -> bw.Workload:
+    def broken(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return loss(model, inputs)
+
+    return bw.Workload(model=build, batch=batch, loss=broken, optimizer=adam)
+
+
 def killed_above_100() -> bw.Workload:
     def dying(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         if len(inputs) > 100:

@@ -271,7 +271,7 @@ def test_a_function_that_prepares_with_accelerate_is_cut_as_well() -> None:
     train()
     assert task.calls == [[8, 1], [8, 5]]
     assert train.last_fit is not None
-    assert any("(DataLoaderShard)" in words for words in train.last_fit.restored.not_covered)
+    assert "DataLoaderShard: it has a state_dict that raises" in train.last_fit.restored.not_covered[0]
 
 
 def test_no_hook_is_left_behind() -> None:
@@ -356,6 +356,11 @@ def test_an_effective_batch_with_few_divisors_is_told_of_its_neighbour() -> None
     assert notes[-1] == "an effective batch of 128 would need only 64 x 2"
 
 
+def test_a_divisor_far_below_what_fits_is_found() -> None:
+    plan, _ = keep_effective_batch(3 * 2677, 3 * 2677 - 1)
+    assert (plan.micro_batch, plan.accumulation) == (2677, 3)
+
+
 def test_its_signature_is_the_function_without_what_the_decorator_passes() -> None:
     @bw.find_batch_size
     def train(batch_size: int, model: str, accumulation: int, *, name: str = "run") -> None:
@@ -402,7 +407,8 @@ def test_a_function_that_cannot_be_meant_is_refused_when_it_is_decorated() -> No
 
 def test_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InvalidInputError, match="runs on 2 ranks"):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(InvalidInputError, match="runs on several ranks"):
         bw.find_batch_size(limited(3))()
 
 
@@ -425,7 +431,7 @@ def test_out_of_memory_in_the_run_for_real_says_what_had_fitted() -> None:
 def test_a_real_budget_is_kept_by_a_real_model() -> None:
     said: list[str] = []
 
-    @bw.find_batch_size(starting_batch_size=128, on="cpu", memory="192MiB", progress=said.append)
+    @bw.find_batch_size(starting_batch_size=32, on="cpu", memory="192MiB", progress=said.append)
     def train(batch_size: int, width: int) -> int:
         weight = nn.Parameter(torch.ones(width))
         optimizer = torch.optim.AdamW([weight])
@@ -435,11 +441,45 @@ def test_a_real_budget_is_kept_by_a_real_model() -> None:
             optimizer.zero_grad()
         return batch_size
 
-    size = train(2**16)
-    # 256 KiB a sample, of which two copies at the least are alive at once and certainly no eight.
-    assert 50 < size <= 384
+    size = train(2**18)
+    # 1 MiB a sample, of which two copies at the least are alive at once and certainly no eight.
+    assert 12 < size <= 96
     assert train.last_fit is not None
     assert train.last_fit.next_size is not None
     assert train.last_fit.next_size.outcome == "out_of_memory"
-    assert said[0] == "trying micro-batch 128"
+    assert said[0] == "trying micro-batch 32"
     assert said[-1] == f"running train at batch size {size:,}"
+
+
+def test_a_live_model_is_inside_the_budget() -> None:
+    model = nn.Linear(2**12, 2**12, bias=False)
+
+    @bw.find_batch_size(starting_batch_size=1, limit=1, on="cpu", memory="100MiB")
+    def train(batch_size: int) -> int:
+        model(torch.ones(batch_size, 2**12)).sum().backward()
+        return batch_size
+
+    # 64 MiB of gradients fit into 100, but not beside 64 MiB of weights.
+    with pytest.raises(NothingFitsError, match=r"micro-batch 1 does not fit on cpu \(100 MiB\)"):
+        train()
+
+
+@pytest.mark.parametrize("was_frozen", [True, False])
+def test_garbage_is_looked_for_among_new_objects_only_and_only_while_probing(was_frozen: bool) -> None:
+    frozen: list[int] = []
+
+    @bw.find_batch_size(starting_batch_size=1, limit=1)
+    def train(batch_size: int) -> None:
+        frozen.append(gc.get_freeze_count())
+
+    before = gc.get_freeze_count()
+    assert before > 0
+    if not was_frozen:
+        gc.unfreeze()
+    try:
+        train()
+    finally:
+        after = gc.get_freeze_count()
+        gc.freeze()
+    assert frozen[0] > 0
+    assert frozen[1] == after == (before if was_frozen else 0)

@@ -157,6 +157,25 @@ def test_the_longest_samples_of_a_dataset_decide() -> None:
     assert set(seen) == {1000}
 
 
+def test_reading_samples_that_are_drawn_at_random_moves_no_generator() -> None:
+    class Drawn(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.rand(1 + index % 2)
+
+    work = bw.Workload(
+        model=lambda: nn.Linear(1, 1),
+        data=Drawn(),
+        collate=lambda samples: nn.utils.rnn.pad_sequence(samples, batch_first=True),
+        loss=lambda m, b: m(b[..., None]).mean(),
+    )
+    before = torch.random.get_rng_state()
+    bw.fit(work, limit=2, cache=False)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
 def test_the_evaluation_size_is_found_apart() -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         if len(batch) > (5 if torch.is_grad_enabled() else 9):
@@ -235,3 +254,38 @@ def test_a_model_spread_over_ranks_is_refused() -> None:
 
     with pytest.raises(InvalidInputError, match="already spread over ranks"):
         bw.fit(bw.Workload(model=Spread(), batch=targets.batch, loss=targets.loss))
+
+
+def test_a_live_scaler_and_what_the_functions_reach_come_back() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    teacher = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    generator = torch.Generator()
+    workload = bw.Workload(
+        model=model,
+        batch=lambda n: torch.randn(n, 8, generator=generator),
+        loss=lambda m, b: (m(b) - teacher(b)).pow(2).mean(),
+        optimizer=lambda _: optimizer,
+        scaler=lambda: scaler,
+    )
+    before = [generator.get_state(), *(t.clone() for t in (*teacher.buffers(), *model.parameters()))]
+    told = scaler.state_dict()
+    for _ in range(2):
+        found = bw.fit(workload, memory=200 * MIB, limit=16, cache=False)
+        assert found.micro_batch == 16
+        assert scaler.state_dict() == told
+        assert scaler._scale is None
+        after = [generator.get_state(), *teacher.buffers(), *model.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_step_that_ignores_its_size_is_doubted() -> None:
+    found = bw.fit(lambda n: torch.ones(1000).sum(), memory=100 * MIB, limit=256)
+    assert found.micro_batch == 256
+    assert any("does the step use its size?" in note for note in found.notes)
+
+
+def test_a_step_that_crashes_at_every_size_is_not_called_out_of_memory() -> None:
+    with pytest.raises(StepFailedError, match="ended by SIGSEGV under its limit, at micro-batch 1"):
+        bw.fit(f"{TARGETS}:crashing", memory=64 * MIB, start=1, limit=4, cache=False)

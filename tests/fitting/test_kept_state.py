@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau,
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import batchwright as bw
 from batchwright.errors import InvalidInputError
 from batchwright.fitting.kept_state import KeptState, kept
 
@@ -635,6 +636,59 @@ class TestOtherThings:
             backend.states["cuda:1"] = 6
         assert backend.states == {"cuda:1": 5}
         assert state.covered == ("random state of torch, Python, numpy, cuda:1",)
+
+
+class Idle(Average):
+    """Has no state to hand out yet, as a data loader that accelerate prepared."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AttributeError("no attribute 'dl_state_dict'")
+
+
+class Open(Average):
+    """Hands out what cannot be copied."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": (number for number in self.updates)}
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        raise ValueError("not ready")
+
+
+class TestWhatWasOnlyFound:
+    def test_the_rest_is_kept_and_what_could_not_be_is_told(self) -> None:
+        model, average = nn.Linear(2, 2), Average()
+        before = model.weight.tolist()
+        state = KeptState()
+        assert state.keep_all([Idle(), model, Open(), average]) == (
+            "Idle: it has a state_dict that raises or cannot be copied (AttributeError)",
+            "Open: it has a state_dict that raises or cannot be copied (TypeError)",
+        )
+        spoil(model, average)
+        state.restore()
+        assert (model.weight.tolist(), average.updates) == (before, [0])
+        assert state.covered[:-1] == ("weights and buffers of Linear (2 tensors)", "state of Average")
+
+    def test_a_model_that_cannot_be_kept_is_an_error(self) -> None:
+        with pytest.raises(ValueError, match="not ready"):
+            KeptState().keep_all([Extra(1, 1)])
+        with pytest.raises(InvalidInputError, match="what a probe gives back must be"):
+            KeptState().keep_all(["weights.pt"])
+
+    def test_a_step_is_probed_all_the_same_unless_it_was_handed_in(self) -> None:
+        model, loader = nn.Linear(2, 2), Idle()
+
+        def step(batch_size: int) -> None:
+            spoil(model, loader)
+
+        before = model.weight.tolist()
+        found = bw.fit(step, limit=1)
+        assert model.weight.tolist() == before
+        assert found.restored.not_covered[0].startswith("Idle: it has a state_dict that raises")
+        with pytest.raises(AttributeError, match="dl_state_dict"):
+            bw.fit(step, limit=1, state=[loader])
 
 
 class Stubborn(Average):

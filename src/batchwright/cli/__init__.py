@@ -8,6 +8,7 @@ Promises:
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -119,8 +120,10 @@ def _run(args: list[str] | None) -> int:
         from batchwright.errors import BatchwrightError
 
         if isinstance(error, BatchwrightError):
-            # A step that failed in a child process tells of itself by its traceback.
-            click.echo(str(error) if error.exit_code == 3 else f"Error: {error}", err=True)
+            # Ranks share their errors: one message is enough.
+            if os.environ.get("RANK", "0") == "0":
+                # A step that failed in a child process tells of itself by its traceback.
+                click.echo(str(error) if error.exit_code == 3 else f"Error: {error}", err=True)
             return error.exit_code
         if not _is_from_users_code(error):
             raise

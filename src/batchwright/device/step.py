@@ -189,17 +189,18 @@ def run_steps(
         without_gradients()
         return tuple(seconds)
 
-    for _ in range(steps):
-        start = now()
-        for _ in range(accumulation):
-            if workload.loss is not None:
-                inputs = batch()
-                observer.phase("forward")
-                with torch.no_grad(), evaluating(model):
-                    workload.loss(model, inputs)
-                del inputs
-            without_gradients()
-        seconds.append(now() - start)
+    with _must_be_called(model):
+        for _ in range(steps):
+            start = now()
+            for _ in range(accumulation):
+                if workload.loss is not None:
+                    inputs = batch()
+                    observer.phase("forward")
+                    with torch.no_grad(), evaluating(model):
+                        workload.loss(model, inputs)
+                    del inputs
+                without_gradients()
+            seconds.append(now() - start)
     return tuple(seconds)
 
 
@@ -233,6 +234,31 @@ def _check_that_something_trains(optimizers: Sequence[Any]) -> None:
         "the step trained nothing: after the backward none of the optimizer's parameters has a gradient.",
         remedy="compute the loss with the model that loss= receives",
     )
+
+
+@contextlib.contextmanager
+def _must_be_called(model: nn.Module) -> Iterator[None]:
+    """Refuse inference that never called the model or a part of it: everything would fit."""
+    called: list[nn.Module] = []
+
+    def note(module: nn.Module, _: Any) -> None:
+        called.append(module)
+        remove()
+
+    def remove() -> None:
+        while handles:
+            handles.pop().remove()
+
+    handles = [module.register_forward_pre_hook(note) for module in model.modules()]
+    try:
+        yield
+    finally:
+        remove()
+    if not called:
+        raise InvalidInputError(
+            "the step did nothing with the model: neither it nor a part of it was called.",
+            remedy="use the model that loss=, generate= and evaluate= receive",
+        )
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ Promises:
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Run one job and leave."""
     _die_with_parent()
+    faulthandler.enable()  # a crash then leaves the Python lines it came from
     job = Job.from_dict(json.loads(Path(sys.argv[1]).read_text()))
     try:
         answer: dict[str, Any] = {"outcome": run_job(job).to_dict()}

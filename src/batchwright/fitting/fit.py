@@ -18,6 +18,7 @@ from batchwright.errors import InvalidInputError
 from batchwright.fitting.budget import Budget, open_budget
 from batchwright.fitting.fit_shapes import LARGEST_MICRO_BATCH, Question, fit_shapes
 from batchwright.fitting.job import Job, part_to_probe
+from batchwright.fitting.kept_state import kept
 from batchwright.fitting.longest import longest_first
 from batchwright.fitting.probers import InChild, InProcess, PlainStep
 from batchwright.fitting.ranks import AcrossRanks, Ranks
@@ -100,7 +101,9 @@ def fit(
     notes: tuple[str, ...] = ()
     job = Job(1, target=asked.target, on=on, accumulation=accumulation, clip_norm=clip_norm)
     if asked.workload.data is not None:
-        longest = longest_first(asked.workload.data, most=question.limit or LARGEST_MICRO_BATCH, say=say)
+        # Samples may be drawn at random (augmentation): reading them must not move the user's generators.
+        with kept():
+            longest = longest_first(asked.workload.data, most=question.limit or LARGEST_MICRO_BATCH, say=say)
         job, notes = replace(job, order=longest.order), (longest.note,) if longest.note else ()
     fit_part = _in_children if Ranks.are_here() or (asked.target is not None if isolate is None else isolate) else _here
     told: dict[str, Any] = {"memory": memory, "margin": margin, "cache": cache, "say": say}
@@ -110,8 +113,8 @@ def fit(
 def _check(question: Question) -> None:
     if question.scale is not None and question.limit is None:
         raise InvalidInputError("scale is a share of limit, and no limit was given.", remedy="--limit 64")
-    if question.scale is not None and question.start is not None:
-        raise InvalidInputError("scale computes the start, so start is left out.")
+    if question.scale is not None and (question.start is not None or question.powers_of_two):
+        raise InvalidInputError("scale computes the start, so start and powers of two are left out.")
     if question.start is not None and question.limit is not None and question.start > question.limit:
         raise InvalidInputError(f"start {question.start:,} is above limit {question.limit:,}.")
 
@@ -138,7 +141,10 @@ def _here(
         budget = _budget_of(prober, memory, margin)
         book = _book(replace(asked, workload=part), question, job, prober.where) if cache else None
         told |= {"name": asked.name, "traceable": prober.traceable, "say": say, "book": book}
-        return fit_shapes(question, prober, budget, **told)
+        try:
+            return fit_shapes(question, prober, budget, **told)
+        finally:
+            prober.give_back()
 
     return _with_evaluation(run, job, evaluate=evaluate, notes=notes, say=say)
 

@@ -8,21 +8,20 @@ Promises:
 
 from __future__ import annotations
 
-import gc
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from batchwright.errors import NothingFitsError
+from batchwright.errors import NothingFitsError, StepFailedError
 from batchwright.fitting.forecast import Forecast
-from batchwright.fitting.result import Fit
+from batchwright.fitting.isolated import CRASHED
+from batchwright.fitting.result import Fit, limited_peak
 from batchwright.fitting.search import by_doubling, by_growing, by_peaks, by_powers_of_two, by_prediction
-from batchwright.fitting.series import Cap, Series, run_series
+from batchwright.fitting.series import Cap, Series, cheap_collections, run_series
 from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping
+    from collections.abc import Callable, Generator, Mapping
 
     from batchwright.fitting.budget import Budget
     from batchwright.fitting.probers import Prober
@@ -73,7 +72,7 @@ def fit_shapes(
     forecast = Forecast(traceable, budget.probe_bytes, accumulation=accumulation, clip_norm=clip_norm, say=say)
     cap = _cap(traceable, question)
     fits: list[Fit] = []
-    with _cheap_collections():
+    with cheap_collections():
         for shape in question.shapes:
             if len(question.shapes) > 1:
                 say(f"shape {', '.join(f'{name}={value}' for name, value in shape.items())}")
@@ -115,6 +114,12 @@ def _fit_shape(
     )
     series = series if recalled is None else recalled.concluded(series)
     forecast.learn(series.trials)
+    crashed = [trial for trial in series.trials if trial.rule == CRASHED]
+    if series.micro_batch is None and crashed:
+        # Under a limit a crash is mostly memory. One that comes at every size is the step's own.
+        raise StepFailedError(
+            f"{crashed[-1].traceback}\n{crashed[-1].error}, at micro-batch {crashed[-1].micro_batch:,}"
+        )
     if series.micro_batch is None and len(question.shapes) == 1:
         raise _nothing_fits(series, budget, forecast, prober.on)
     found = Fit(
@@ -130,21 +135,18 @@ def _fit_shape(
         line=forecast.line(series.micro_batch, series.trials),
         restored=prober.restored(),
         where=prober.where,
-        notes=budget.notes,
+        notes=(*budget.notes, *_doubts(series)),
     )
     note = "" if recalled is None else recalled.remember(found)
     return replace(found, notes=(*found.notes, note)) if note else found
 
 
-@contextmanager
-def _cheap_collections() -> Iterator[None]:
-    """Collect garbage once, then look only at what is new: each probe collects, and old objects are many."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+def _doubts(series: Series) -> list[str]:
+    """Say so where a step seems to do nothing with its size."""
+    peaks = {t.micro_batch: peak for t in series.trials if t.fits and (peak := limited_peak(t)) is not None}
+    if not peaks or max(peaks) < 64 * min(peaks) or peaks[max(peaks)] > peaks[min(peaks)] + _NOISE_BYTES:
+        return []
+    return [f"the peak is the same at {min(peaks):,} and at {max(peaks):,} samples: does the step use its size?"]
 
 
 def _search(

@@ -103,6 +103,8 @@ class Forecast:
             source = "measured"
         else:
             return None
+        if slope <= 0:
+            return None  # two readings that differ by noise alone
         return MemoryLine(round(peaks[micro_batch] - slope * micro_batch), round(slope), source)
 
     def parts_needed(self, micro_batch: int) -> list[str]:
@@ -117,7 +119,7 @@ class Forecast:
         """What would help, where that can be said."""
         if not self._seen:
             return ""
-        return "batchwright estimate TARGET --what-if prints what each change of the set-up would save"
+        return "an estimate with --what-if (what_if=True) prints what each change of the set-up would save"
 
     def _broken_down(self, micro_batch: int) -> Breakdown:
         if micro_batch not in self._seen:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 # How often a parent looks whether its child has ended.
 _POLL_SECONDS = 0.02
+CRASHED = "crashed"
 # The rule of a probe that was ended because it had no point any more.
 STOPPED = "stopped"
 # Signals that a process ends by where memory cannot be had and nobody looked: no null check, an exception in a thread.
@@ -102,7 +103,9 @@ class Child:
             name = signal.Signals(-code).name
             told = f"the process ended by {name} under its limit"
             doubt = "a crash that has nothing to do with memory ends the same way"
-            return replace(ended, verdict="out_of_memory", rule="crashed", error=told, doubt=doubt)
+            return replace(
+                ended, verdict="out_of_memory", rule=CRASHED, error=told, doubt=doubt, traceback=said or None
+            )
         told = f"the process ended with code {code} and no answer"
         return replace(ended, error=told, traceback=f"{said}\n{told}".strip())
 

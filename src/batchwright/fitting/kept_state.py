@@ -92,6 +92,20 @@ class KeptState:
                 self._later(loaded_again(thing.load_state_dict, thing.state_dict()))
         self._words[id(thing)] = _words_for(thing)
 
+    def keep_all(self, things: Iterable[Any]) -> tuple[str, ...]:
+        """Keep what can be kept, and say of the rest why not: an idle data loader of accelerate's has no state yet."""
+        not_kept = []
+        for thing in things:
+            try:
+                self.keep(thing)
+            except Exception as error:
+                # What a probe trains must come back, or there must be no probe.
+                if _is_walked(thing) or not can_be_kept(thing):
+                    raise
+                why = "it has a state_dict that raises or cannot be copied"
+                not_kept.append(f"{type(thing).__name__}: {why} ({type(error).__name__})")
+        return tuple(not_kept)
+
     def restore(self) -> None:
         """Put everything back, all that can be; what could not is raised at the end, as an `ExceptionGroup`."""
         failures: list[Exception] = []

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batchwright.device.device import open_device, open_limited
 from batchwright.device.limited_host import live_bytes
 from batchwright.device.step import build_model, build_optimizers
+from batchwright.fitting.first_costs import FirstCosts
 from batchwright.fitting.held_objects import held_objects
 from batchwright.fitting.isolated import probe_in_child
 from batchwright.fitting.kept_state import KeptState
@@ -92,6 +93,9 @@ class InProcess:
             self._state.restore()
         for thing in live:
             self._state.keep(thing)
+        functions = (workload.loss, workload.batch, workload.collate, workload.generate, workload.evaluate)
+        found = [thing for function in functions if function is not None for thing in held_objects(function).values()]
+        self._not_kept = self._state.keep_all(found)
         model = next((thing for thing in live if isinstance(thing, nn.Module)), None)
         if model is not None:
             refuse_spread(model)
@@ -99,20 +103,26 @@ class InProcess:
         self._workload = workload
         self.on = on
         self.held_bytes = live_bytes(live)
+        self._costs = FirstCosts()
         self.limit_bytes: int | None = None
-        self.traceable = _without_live_optimizer(workload, live)
+        self.traceable = _without_live_parts(workload, live)
 
     def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
         """Run one probe."""
-        device = open_limited(self.on, self.limit_bytes, held_bytes=self.held_bytes)
-        try:
-            return device.probe(self._workload, micro_batch, shape=shape, **self._told)
-        finally:
-            self._state.restore()
+        device = open_limited(self.on, self.limit_bytes, held_bytes=self.held_bytes + self._costs.charged_bytes)
+        with self._costs.learnt():
+            try:
+                return device.probe(self._workload, micro_batch, shape=shape, **self._told)
+            finally:
+                self._state.restore()
 
     def restored(self) -> Restored:
         """What was given back as it was found."""
-        return Restored(self._state.covered, (_BEYOND_REACH,))
+        return Restored(self._state.covered, (*self._not_kept, _BEYOND_REACH))
+
+    def give_back(self) -> None:
+        """Put everything back once more: predictions call the user's functions too."""
+        self._state.restore()
 
 
 class PlainStep:
@@ -129,19 +139,22 @@ class PlainStep:
         for thing in (*given, *found):
             if isinstance(thing, nn.Module):
                 refuse_spread(thing)
-        self._state = KeptState([*given, *found], accelerator=_accelerator(on))
-        self._has_state = bool(given or found)
+        self._state = KeptState(given, accelerator=_accelerator(on))
+        self._not_kept = self._state.keep_all(found)
+        self._has_state = len(self._not_kept) < len(given) + len(found)
         self.on = on
         self.held_bytes = live_bytes([*given, *found])
+        self._costs = FirstCosts()
         self.limit_bytes: int | None = None
 
     def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
         """Call the step once."""
-        device = open_limited(self.on, self.limit_bytes, held_bytes=self.held_bytes)
-        try:
-            return device.watch(lambda: self._timed(micro_batch, shape), micro_batch=micro_batch, shape=shape)
-        finally:
-            self._state.restore()
+        device = open_limited(self.on, self.limit_bytes, held_bytes=self.held_bytes + self._costs.charged_bytes)
+        with self._costs.learnt():
+            try:
+                return device.watch(lambda: self._timed(micro_batch, shape), micro_batch=micro_batch, shape=shape)
+            finally:
+                self._state.restore()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -150,8 +163,10 @@ class PlainStep:
 
     def restored(self) -> Restored:
         """What was given back as it was found."""
-        unknown = "a model or optimizer that the step reaches: none was found, hand in state="
-        return Restored(self._state.covered, (_BEYOND_REACH,) if self._has_state else (unknown, _BEYOND_REACH))
+        unknown = (
+            () if self._has_state else ("a model or optimizer that the step reaches: none was found, hand in state=",)
+        )
+        return Restored(self._state.covered, (*unknown, *self._not_kept, _BEYOND_REACH))
 
     def _timed(self, micro_batch: int, shape: Mapping[str, Any]) -> tuple[float, ...]:
         start = time.perf_counter()
@@ -196,8 +211,10 @@ def _live_parts(workload: Workload) -> list[Any]:
     return live + [thing for thing in (ref() for ref in watched) if thing is not None]
 
 
-def _without_live_optimizer(workload: Workload, live: list[Any]) -> Workload:
-    """Return a workload whose optimizer can be made over other parameters than those of the live one: for the trace."""
+def _without_live_parts(workload: Workload, live: list[Any]) -> Workload:
+    """Return a workload for the trace: its optimizer can be made over fake parameters, its scaler is nobody's."""
+    if any(isinstance(thing, torch.amp.GradScaler) for thing in live):
+        workload = replace(workload, scaler=lambda: torch.amp.GradScaler("cpu"))
     optimizers = [thing for thing in live if isinstance(thing, torch.optim.Optimizer)]
     if len(optimizers) != 1:
         return workload

@@ -191,33 +191,35 @@ def _line(peaks: dict[int, int], noise: int) -> tuple[int, int] | None:
 def by_prediction(cap: int, limit: int, predict: Callable[[int], int], *, allowance: int) -> Generator[int, Seen, None]:
     """Try where a predicted curve meets the limit; what a real probe takes beyond the curve corrects the next guess.
 
-    `allowance` is a first guess of what a run takes beyond the prediction: stacks of threads, what kernels keep.
+    `allowance` is a first guess of what a run takes beyond the prediction: stacks of threads, what kernels keep. It is
+    corrected in bytes, not in samples: a sample may be a KiB, and two runs of one size differ by hundreds of them.
     """
     bounds = Bounds(cap)
     curve = Curve(predict, cap=cap)
-    extra, is_measured = allowance, False
+    extra = allowance
+    correction = max(limit // 256, 2**18)
     num_outside = 0
     while not bounds.is_closed:
         guess = curve.largest_within(limit - extra)
         if bounds.low < guess < bounds.high:
             size, num_outside = guess, 0
         else:
-            # What was seen refutes the curve: step away from the side it points at, farther each time.
-            size = _beside(bounds, 2**num_outside, downward=guess >= bounds.high)
+            # What was seen refutes the curve here: beside the size that fits, then in the middle of the gap.
+            size = _beside(bounds, num_outside)
             num_outside += 1
         seen = yield size
         bounds.learn(seen)
         if seen.fits and seen.peak is not None:
-            extra, is_measured = seen.peak - curve.peak(size), True
-        elif not seen.fits and not is_measured:
-            extra = max(3 * extra, limit - curve.peak(size) + 1)
+            extra = seen.peak - curve.peak(size)
+        elif not seen.fits:
+            # It took more than the rest of the limit: so much at least, and a correction that grows with each miss.
+            extra = max(extra, limit - curve.peak(size)) + correction
+            correction *= 4
 
 
-def _beside(bounds: Bounds, far: int, *, downward: bool) -> int:
+def _beside(bounds: Bounds, num_outside: int) -> int:
     if bounds.low == 0:
         return bounds.inside(bounds.high // 4 if bounds.has_failed else 1)
-    if not bounds.has_failed:
-        return bounds.inside(bounds.low + far)
-    if far > 8:
-        return bounds.middle()
-    return bounds.inside(bounds.high - far if downward else bounds.low + far)
+    if num_outside == 0 or not bounds.has_failed:
+        return bounds.inside(bounds.low + 2**num_outside)
+    return bounds.middle()

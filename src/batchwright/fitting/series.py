@@ -8,6 +8,8 @@ Promises:
 
 from __future__ import annotations
 
+import gc
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ from batchwright.fitting.search import Seen
 from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterator
 
     from batchwright.device.outcome import Outcome
 
@@ -111,3 +113,18 @@ def _concluded(trials: list[Outcome], cap: Cap, *, unfinished: bool, max_trials:
     reason = f"micro-batch {smallest_failure:,} ran out of memory"
     told = f"{reason}: {failed.rule}" if failed.rule else reason
     return Series(tuple(trials), answer, NextSize(smallest_failure, "out_of_memory", told), reason)
+
+
+@contextmanager
+def cheap_collections() -> Iterator[None]:
+    """Collect garbage once, then look only at what is new: each probe collects, and old objects are many."""
+    gc.collect()
+    # Somebody who has frozen objects does not want them thawed.
+    is_ours = gc.get_freeze_count() == 0
+    if is_ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
+            gc.unfreeze()

@@ -2,67 +2,31 @@
 
 Promises:
 - a probe is the trainer's own `train()`, ended after its second optimizer step, on the longest samples of its data;
-- nothing is logged, evaluated, saved or reported by a probe, and no callback but the trainer's own flow is called;
 - afterwards the trainer is as it was, but for the two sizes: it trains as one that was never probed;
 - the micro-batch that is set has run with its full accumulation.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import gc
-import itertools
-from collections import OrderedDict, defaultdict, deque
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import IterableDataset, SequentialSampler, Subset
-
-from batchwright.device.device import open_limited
 from batchwright.errors import InvalidInputError, NothingFitsError, import_extra
-from batchwright.fitting.budget import Budget, open_budget
-from batchwright.fitting.find_batch_size import (
-    CountedSteps,
-    keep_all,
-    keep_effective_batch,
-    nothing_fits,
-    run_until_second_step,
-)
-from batchwright.fitting.held_objects import held_objects
-from batchwright.fitting.longest import longest_first
-from batchwright.fitting.result import Fit, Restored
+from batchwright.fitting.budget import open_budget
+from batchwright.fitting.find_batch_size import keep_effective_batch, nothing_fits
+from batchwright.fitting.result import Fit
 from batchwright.fitting.search import by_doubling, by_peaks
-from batchwright.fitting.series import Cap, describe, raise_failure, run_series
+from batchwright.fitting.series import Cap, cheap_collections, describe, raise_failure, run_series
 from batchwright.fitting.work import refuse_spread
+from batchwright.integrations.trainer_probes import TrainerProbes
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from batchwright.device.outcome import Outcome
     from batchwright.planning.plan import Plan
 
-# More than two: under fp16 the first steps are often skipped, and a skipped step makes no moments.
-_MOST_STEPS = 20
 _MAX_TRIALS = 40
-# What a probe must not do, in the words of TrainingArguments.
-_QUIET = {
-    "max_steps": _MOST_STEPS,
-    "auto_find_batch_size": False,
-    "eval_on_start": False,
-    "load_best_model_at_end": False,
-    "logging_first_step": False,
-    "push_to_hub": False,
-    # Workers are other processes: what they hold is not the device's, and starting them costs more than the probe.
-    "dataloader_num_workers": 0,
-    "dataloader_persistent_workers": False,
-    "dataloader_prefetch_factor": None,
-    "dataloader_multiprocessing_context": None,
-}
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 
 
 def fit_trainer(
@@ -85,35 +49,37 @@ def fit_trainer(
     _check(trainer)
     say = progress or (lambda _: None)
     effective = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
-    on = str(trainer.args.device)
-    budget = open_budget(on, memory, margin=margin)
-    probes = _TrainerProbes(trainer, effective, on=on, budget=budget, say=say)
+    probes = TrainerProbes(trainer)
+    budget = open_budget(probes.on, memory, margin=margin, held_bytes=probes.held_bytes)
+    probes.limit_bytes = budget.probe_bytes
     cap = Cap(effective, f"the effective batch is {effective:,}")
     if probes.num_samples is not None and probes.num_samples < cap.size:
         cap = Cap(probes.num_samples, f"the dataset holds {probes.num_samples:,} samples")
     if limit is not None and whole_number(limit, "limit") < cap.size:
         cap = Cap(limit, f"the limit is {limit:,}")
-    can_read_peaks = budget.probe_bytes is not None and (memory is not None or on != "cpu")
-    start = min(trainer.args.per_device_train_batch_size, cap.size)
-    series = run_series(
-        by_peaks(cap.size, budget.probe_bytes or 0) if can_read_peaks else by_doubling(cap.size, start=start),
-        lambda size: probes.probe(size, accumulation=1 if size >= effective else 2),
-        cap=cap,
-        max_trials=_MAX_TRIALS,
-        say=say,
-    )
-    if series.micro_batch is None:
-        raise nothing_fits(series, budget, on)
-    # A batch with all samples in it fits, so one that has room for more does as well.
-    most = effective if series.micro_batch == probes.num_samples and limit is None else series.micro_batch
-    chosen, notes, more_trials = probes.certified_plan(effective, most)
+    probes.look_for_the_longest(most=effective, say=say)
+    with cheap_collections():
+        series = run_series(
+            by_peaks(cap.size, budget.probe_bytes)
+            if budget.is_tight and budget.probe_bytes is not None
+            else by_doubling(cap.size, start=min(trainer.args.per_device_train_batch_size, cap.size)),
+            lambda size: probes.probe(size, accumulation=1 if size >= effective else 2),
+            cap=cap,
+            max_trials=_MAX_TRIALS,
+            say=say,
+        )
+        if series.micro_batch is None:
+            raise nothing_fits(series, budget, probes.on)
+        # A batch with all samples in it fits, so one that has room for more does as well.
+        most = effective if series.micro_batch == probes.num_samples and limit is None else series.micro_batch
+        chosen, notes, more_trials = _certified_plan(probes, effective, most, say)
     trainer.args.per_device_train_batch_size = chosen.micro_batch
     trainer.args.gradient_accumulation_steps = chosen.accumulation
     # What its data loader reads; the arguments were copied into it when the trainer was made.
     trainer._train_batch_size = trainer.args.train_batch_size
     return Fit(
-        name=type(probes.model).__name__,
-        on=on,
+        name=type(trainer.model).__name__,
+        on=probes.on,
         micro_batch=series.micro_batch,
         limit=cap.size,
         limit_bytes=budget.limit_bytes,
@@ -148,173 +114,32 @@ def _check(trainer: Any) -> None:
         raise InvalidInputError("the trainer runs under DeepSpeed or FSDP, which one process cannot probe.")
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The attributes of an object, to be put back by reference."""
-
-    thing: Any
-    attributes: dict[str, Any]
-
-    @staticmethod
-    def of(thing: Any) -> _Found:
-        return _Found(thing, dict(vars(thing)))
-
-    def put_back(self) -> None:
-        vars(self.thing).clear()
-        vars(self.thing).update(self.attributes)
-
-
-class _TrainerProbes:
-    """Probes of one trainer, which come after each other and leave nothing behind."""
-
-    def __init__(self, trainer: Any, effective: int, *, on: str, budget: Budget, say: Callable[[str], None]) -> None:
-        self._trainer = trainer
-        self._effective = effective
-        self._say = say
-        self.model = trainer.model
-        self._accelerator = None if on == "cpu" else torch.device(on)
-        self._found = [
-            _Found.of(trainer),
-            _Found.of(trainer.accelerator),
-            _Found.of(trainer.accelerator.gradient_state),
-        ]
-        for name in ("config", "generation_config"):
-            # Special tokens of a tokenizer are written into them.
-            if hasattr(getattr(self.model, name, None), "__dict__"):
-                self._found.append(_Found.of(getattr(self.model, name)))
-        # Held by a call that never happens, so that it is looked for where a function's things are.
-        holder = partial(print, trainer, trainer.data_collator, trainer.train_dataset, trainer.accelerator)
-        # What is not kept is the prepared data loader of an earlier run, which nothing reads again.
-        self._state, _ = keep_all(held_objects(holder), self._accelerator)
-        self._device = open_limited(on, budget.probe_bytes, held_bytes=self._bytes_of_model())
-        data = trainer.train_dataset
-        has_numbers = hasattr(data, "__len__") and not isinstance(data, IterableDataset)
-        self.num_samples = len(data) if has_numbers else None
-        self.notes: list[str] = []
-        self._order: tuple[int, ...] | None = None
-        if self.num_samples == 0:
-            raise InvalidInputError("the trainer's train_dataset is empty: there is no sample to probe with.")
-        if self.num_samples is None:
-            self.notes.append("the data cannot be indexed: its first samples were probed, not its longest")
-        else:
-            try:
-                longest = longest_first(data, most=effective, say=say)
-            finally:
-                self._state.restore()
-            self._order = longest.order
-            self.notes += [longest.note] if longest.note else []
-        own = [type(callback).__name__ for callback in self._callbacks() if not _is_transformers_own(callback)]
-        if own:
-            self.notes.append(f"callbacks were not called by the probes: {', '.join(own)}")
-
-    def probe(self, size: int, *, accumulation: int) -> Outcome:
-        """Train two optimizer steps at one size."""
-        steps = CountedSteps(self._accelerator)
-        try:
-            with self._quiet():
-                self._prepare(size, accumulation)
-                return self._device.watch(
-                    lambda: run_until_second_step(self._trainer.train, steps),
-                    micro_batch=size,
-                    accumulation=accumulation,
+def _certified_plan(
+    probes: TrainerProbes, effective: int, most: int, say: Callable[[str], None]
+) -> tuple[Plan, list[str], list[Outcome]]:
+    """Choose an even split and run it: all micro-batches of a step are on the device at once, which costs too."""
+    trials: list[Outcome] = []
+    while True:
+        chosen, notes = keep_effective_batch(effective, most)
+        if chosen.accumulation <= 2 and chosen.micro_batch == most:
+            return chosen, notes, trials
+        size, accumulation = chosen.micro_batch, chosen.accumulation
+        say(f"trying micro-batch {size:,} x accumulation {accumulation:,}")
+        trials.append(probes.probe(min(size, probes.num_samples or size), accumulation=accumulation))
+        say(describe(trials[-1]))
+        if trials[-1].fits:
+            return chosen, notes, trials
+        if trials[-1].verdict == "failed":
+            if trials[-1].exception is not None:
+                trials[-1].exception.add_note(
+                    f"batchwright: {size:,} is the largest micro-batch that divides the effective batch "
+                    f"{effective:,} and is not above {most:,}, which runs."
                 )
-        finally:
-            for found in self._found:
-                found.put_back()
-            self._state.restore()
-            gc.collect()
-
-    def certified_plan(self, effective: int, most: int) -> tuple[Plan, list[str], list[Outcome]]:
-        """Choose an even split and run it: all micro-batches of a step are on the device at once, which costs too."""
-        trials: list[Outcome] = []
-        while True:
-            chosen, notes = keep_effective_batch(effective, most)
-            if chosen.accumulation <= 2 and chosen.micro_batch == most:
-                return chosen, notes, trials
-            size, accumulation = chosen.micro_batch, chosen.accumulation
-            self._say(f"trying micro-batch {size:,} x accumulation {accumulation:,}")
-            trials.append(self.probe(min(size, self.num_samples or size), accumulation=accumulation))
-            self._say(describe(trials[-1]))
-            if trials[-1].fits:
-                return chosen, notes, trials
-            if trials[-1].verdict == "failed":
-                if trials[-1].exception is not None:
-                    trials[-1].exception.add_note(
-                        f"batchwright: {size:,} is the largest micro-batch that divides the effective batch "
-                        f"{effective:,} and is not above {most:,}, which runs."
-                    )
-                raise_failure(trials[-1])
-            if size == 1:
-                raise NothingFitsError(
-                    f"micro-batch 1 fits, but not beside the inputs of {accumulation:,} micro-batches, which the "
-                    "trainer loads at once for each step.",
-                    remedy="a smaller effective batch",
-                )
-            most = size - 1
-
-    def restored(self) -> Restored:
-        """What was given back as it was found."""
-        covered = (*self._state.covered, "state, control, callbacks, arguments and data of the trainer")
-        return Restored(covered, ("files, connections and Python objects that a subclass of Trainer changes itself",))
-
-    def _prepare(self, size: int, accumulation: int) -> None:
-        """Give the trainer copies of what a run changes, and the n longest samples again and again."""
-        trainer = self._trainer
-        for name, value in vars(trainer).items():
-            vars(trainer)[name] = _copied(value)
-        args = trainer.args = copy.copy(trainer.args)
-        for name, value in _QUIET.items():
-            if hasattr(args, name):
-                setattr(args, name, value)
-        for name in ("eval_strategy", "save_strategy", "logging_strategy"):
-            setattr(args, name, type(getattr(args, name))("no"))
-        args.per_device_train_batch_size = trainer._train_batch_size = size
-        args.gradient_accumulation_steps = accumulation
-        trainer.control = copy.copy(trainer.control)
-        trainer.callback_handler = copy.copy(trainer.callback_handler)
-        trainer.callback_handler.callbacks = [
-            callback for callback in self._callbacks() if type(callback).__name__ == "DefaultFlowCallback"
-        ]
-        trainer._memory_tracker = type(trainer._memory_tracker)(skip_memory_metrics=True)
-        if self.num_samples is not None:
-            longest = self._order or range(self.num_samples)
-            samples = list(itertools.islice(longest, size))
-            trainer.train_dataset = Subset(trainer.train_dataset, samples * (2 * accumulation))
-            trainer._get_train_sampler = lambda dataset=None: SequentialSampler(trainer.train_dataset)
-
-    def _callbacks(self) -> list[Any]:
-        return list(self._trainer.callback_handler.callbacks)
-
-    def _bytes_of_model(self) -> int:
-        # With model_init each run makes a model of its own, within the budget anyway.
-        if self._trainer.model_init is not None:
-            return 0
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
-        return sum(storages.values())
-
-    @contextlib.contextmanager
-    def _quiet(self) -> Iterator[None]:
-        logging = import_extra("transformers", extra="transformers", purpose="fit_trainer").logging
-        verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()
-        try:
-            yield
-        finally:
-            logging.set_verbosity(verbosity)
-
-
-def _is_transformers_own(callback: Any) -> bool:
-    return type(callback).__module__.partition(".")[0] == "transformers"
-
-
-def _copied(value: Any) -> Any:
-    """Copy containers, and containers in them, but nothing else: metrics and the like are appended to in place."""
-    if type(value) not in _CONTAINERS:
-        return value
-    fresh = copy.copy(value)
-    if isinstance(fresh, dict):
-        fresh.update({key: _copied(inner) for key, inner in fresh.items()})
-    elif isinstance(fresh, list):
-        fresh[:] = [_copied(inner) for inner in fresh]
-    return fresh
+            raise_failure(trials[-1])
+        if size == 1:
+            raise NothingFitsError(
+                f"micro-batch 1 fits, but not beside the inputs of {accumulation:,} micro-batches, which the "
+                "trainer loads at once for each step.",
+                remedy="a smaller effective batch",
+            )
+        most = size - 1

@@ -126,7 +126,7 @@ def _explained(error: Exception, operator: str = "", reason: str = "") -> Cannot
     return CannotTraceError(
         f"the step cannot be traced: operator {operator}: {reason}.",
         details=[f"at {line}"] if line else [],
-        remedy="keep that line out of the step that is traced; as it is, only running the step can tell",
+        remedy="batchwright fit runs the step instead; or keep that line out of the step that is traced",
     )
 
 

@@ -174,7 +174,7 @@ def _accumulated(fit: Fit) -> str:
 
 def _remarks_of_one(fit: Fit) -> Iterator[str]:
     fastest = fit.fastest_micro_batch
-    if fastest is not None and fit.micro_batch is not None and fastest < fit.micro_batch:
+    if fastest is not None and fit.micro_batch is not None and fastest < 0.9 * fit.micro_batch:
         speeds = {t.micro_batch: t.samples_per_second for t in fit.trials if t.fits and t.samples_per_second}
         own = speeds.get(fit.micro_batch)
         beside = f", {_speed(own)} at {fit.micro_batch:,}" if own else ""

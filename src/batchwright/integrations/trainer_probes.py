@@ -1,0 +1,190 @@
+"""Probes of a transformers Trainer: its own `train()`, cut after the second optimizer step, without a trace.
+
+Promises:
+- a probe runs on the longest samples of the trainer's data, at every size;
+- nothing is logged, evaluated, saved or reported by a probe, and no callback but the trainer's own flow is called;
+- afterwards the trainer, and what it reaches, is as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import IterableDataset, SequentialSampler, Subset
+
+from batchwright.device.device import open_limited
+from batchwright.device.limited_host import live_bytes
+from batchwright.errors import InvalidInputError, import_extra
+from batchwright.fitting.held_objects import held_objects
+from batchwright.fitting.kept_state import KeptState
+from batchwright.fitting.longest import longest_first
+from batchwright.fitting.result import Restored
+from batchwright.fitting.second_step import CountedSteps, run_until_second_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from batchwright.device.outcome import Outcome
+
+# More than two: under fp16 the first steps are often skipped, and a skipped step makes no moments.
+_MOST_STEPS = 20
+# What a probe must not do, in the words of TrainingArguments.
+_QUIET = {
+    "max_steps": _MOST_STEPS,
+    "auto_find_batch_size": False,
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+    "logging_first_step": False,
+    "push_to_hub": False,
+    # Workers are other processes: what they hold is not the device's, and starting them costs more than the probe.
+    "dataloader_num_workers": 0,
+    "dataloader_persistent_workers": False,
+    "dataloader_prefetch_factor": None,
+    "dataloader_multiprocessing_context": None,
+}
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The attributes of an object, to be put back by reference."""
+
+    thing: Any
+    attributes: dict[str, Any]
+
+    @staticmethod
+    def of(thing: Any) -> _Found:
+        return _Found(thing, dict(vars(thing)))
+
+    def put_back(self) -> None:
+        vars(self.thing).clear()
+        vars(self.thing).update(self.attributes)
+
+
+class TrainerProbes:
+    """Probes of one trainer, which come after each other and leave nothing behind; `limit_bytes` holds each of them."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.on = str(trainer.args.device)
+        self._accelerator = None if self.on == "cpu" else torch.device(self.on)
+        changed = [trainer, trainer.accelerator, trainer.accelerator.gradient_state]
+        # Special tokens of a tokenizer are written into these.
+        changed += [getattr(trainer.model, name, None) for name in ("config", "generation_config")]
+        self._found = [_Found.of(thing) for thing in changed if hasattr(thing, "__dict__")]
+        # Held by a call that never happens, so that it is looked for where a function's things are.
+        holder = partial(print, trainer, trainer.data_collator, trainer.train_dataset, trainer.accelerator)
+        reached = list(held_objects(holder).values())
+        self._state = KeptState(accelerator=self._accelerator)
+        self._not_kept = self._state.keep_all(reached)
+        # With model_init each run makes a model of its own, within the budget anyway.
+        self.held_bytes = live_bytes(reached) if trainer.model_init is None else 0
+        self.limit_bytes: int | None = None
+        data = trainer.train_dataset
+        has_numbers = hasattr(data, "__len__") and not isinstance(data, IterableDataset)
+        self.num_samples = len(data) if has_numbers else None
+        self._order: tuple[int, ...] | None = None
+        self.notes: list[str] = []
+        own = [type(callback).__name__ for callback in self._callbacks() if not _is_transformers_own(callback)]
+        if own:
+            self.notes.append(f"callbacks were not called by the probes: {', '.join(own)}")
+        if self.num_samples == 0:
+            raise InvalidInputError("the trainer's train_dataset is empty: there is no sample to probe with.")
+
+    def look_for_the_longest(self, *, most: int, say: Callable[[str], None]) -> None:
+        """Find the samples to probe with; it may read all of the data."""
+        if self.num_samples is None:
+            self.notes.append("the data cannot be indexed: its first samples were probed, not its longest")
+        else:
+            try:
+                longest = longest_first(self._trainer.train_dataset, most=most, say=say)
+            finally:
+                self._state.restore()
+            self._order = longest.order
+            self.notes += [longest.note] if longest.note else []
+
+    def probe(self, size: int, *, accumulation: int) -> Outcome:
+        """Train two optimizer steps at one size."""
+        device = open_limited(self.on, self.limit_bytes, held_bytes=self.held_bytes)
+        steps = CountedSteps(self._accelerator)
+        try:
+            with self._quiet():
+                self._prepare(size, accumulation)
+                return device.watch(
+                    lambda: run_until_second_step(self._trainer.train, steps),
+                    micro_batch=size,
+                    accumulation=accumulation,
+                )
+        finally:
+            for found in self._found:
+                found.put_back()
+            self._state.restore()
+            gc.collect()
+
+    def restored(self) -> Restored:
+        """What was given back as it was found."""
+        covered = (*self._state.covered, "state, control, callbacks, arguments and data of the trainer")
+        beyond = "files, connections and Python objects that a subclass of Trainer changes itself"
+        return Restored(covered, (*self._not_kept, beyond))
+
+    def _prepare(self, size: int, accumulation: int) -> None:
+        """Give the trainer copies of what a run changes, and the n longest samples again and again."""
+        trainer = self._trainer
+        for name, value in vars(trainer).items():
+            vars(trainer)[name] = _copied(value)
+        args = trainer.args = copy.copy(trainer.args)
+        for name, value in _QUIET.items():
+            if hasattr(args, name):
+                setattr(args, name, value)
+        for name in ("eval_strategy", "save_strategy", "logging_strategy"):
+            setattr(args, name, type(getattr(args, name))("no"))
+        args.per_device_train_batch_size = trainer._train_batch_size = size
+        args.gradient_accumulation_steps = accumulation
+        trainer.control = copy.copy(trainer.control)
+        trainer.callback_handler = copy.copy(trainer.callback_handler)
+        trainer.callback_handler.callbacks = [
+            callback for callback in self._callbacks() if type(callback).__name__ == "DefaultFlowCallback"
+        ]
+        trainer._memory_tracker = type(trainer._memory_tracker)(skip_memory_metrics=True)
+        if self.num_samples is not None:
+            longest = self._order or range(self.num_samples)
+            samples = list(itertools.islice(longest, size))
+            trainer.train_dataset = Subset(trainer.train_dataset, samples * (2 * accumulation))
+            trainer._get_train_sampler = lambda dataset=None: SequentialSampler(trainer.train_dataset)
+
+    def _callbacks(self) -> list[Any]:
+        return list(self._trainer.callback_handler.callbacks)
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        logging = import_extra("transformers", extra="transformers", purpose="fit_trainer").logging
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+
+
+def _is_transformers_own(callback: Any) -> bool:
+    return type(callback).__module__.partition(".")[0] == "transformers"
+
+
+def _copied(value: Any) -> Any:
+    """Copy containers, and containers in them, but nothing else: metrics and the like are appended to in place."""
+    if type(value) not in _CONTAINERS:
+        return value
+    fresh = copy.copy(value)
+    if isinstance(fresh, dict):
+        fresh.update({key: _copied(inner) for key, inner in fresh.items()})
+    elif isinstance(fresh, list):
+        fresh[:] = [_copied(inner) for inner in fresh]
+    return fresh
