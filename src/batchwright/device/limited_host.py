@@ -86,7 +86,7 @@ class LimitedHost:
     ) -> Outcome:
         """Run anything under the budget and say how it ended."""
         _import_the_rest()
-        _clear_kernel_buffers()
+        clear_kernel_buffers()
         give_back()
         with PeakWatch() as watch:
             outside = watch.bytes_before - self.held_bytes - _HEAPS_DIFFER_BYTES
@@ -155,7 +155,7 @@ def live_bytes(things: Iterable[Any]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in real}.values())
 
 
-def _clear_kernel_buffers() -> None:
+def clear_kernel_buffers() -> None:
     """Have MKL give back the buffers it keeps for sizes that ran before: 3 to 50 MiB that a fresh process has free."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).mkl_serv_free_buffers()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from batchwright.device.limited_host import clear_kernel_buffers
 from batchwright.device.process_memory import give_back, read_memory
 
 if TYPE_CHECKING:
@@ -34,16 +35,21 @@ class FirstCosts:
     @contextmanager
     def learnt(self) -> Iterator[None]:
         """Run the first probe in here: what it leaves behind is charged to the next ones."""
-        before = None if self._is_known else read_memory()
-        yield
-        if before is None:
+        if self._is_known:
+            yield
             return
-        gc.collect()
-        give_back()
-        after = read_memory()
-        assert after is not None
-        self.charged_bytes += max(0, after.data - before.data)
+        before = _held_bytes()
+        yield
+        self.charged_bytes += max(0, _held_bytes() - before)
         self._is_known = True
+
+
+def _held_bytes() -> int:
+    gc.collect()
+    clear_kernel_buffers()
+    give_back()
+    reading = read_memory()
+    return 0 if reading is None else reading.data
 
 
 def _stacks_of_torchs_threads() -> int:
