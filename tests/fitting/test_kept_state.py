@@ -333,7 +333,7 @@ class TestNoTrace:
 
 
 class TestModules:
-    def changed_by(self, change: Callable[[Any], object], model: nn.Module | None = None) -> None:
+    def assert_put_back(self, change: Callable[[Any], object], model: nn.Module | None = None) -> None:
         """Assert that a change is seen by the oracle, and is gone afterwards."""
         model = model or nn.Sequential(Tied(), mlp())
         world = World(model, torch.optim.SGD(model.parameters()))
@@ -346,10 +346,10 @@ class TestModules:
         assert fingerprint(world) == before
 
     def test_storage_that_was_swapped(self) -> None:
-        self.changed_by(lambda model: setattr(model[1][0].weight, "data", torch.zeros(3, 3)))
+        self.assert_put_back(lambda model: setattr(model[1][0].weight, "data", torch.zeros(3, 3)))
 
     def test_another_dtype_and_back(self) -> None:
-        self.changed_by(lambda model: model.double())
+        self.assert_put_back(lambda model: model.double())
 
     def test_another_device_and_back(self) -> None:
         model = nn.Linear(4, 8)
@@ -362,24 +362,24 @@ class TestModules:
         assert gradient.tolist() == torch.ones(8, 4).tolist()
 
     def test_buffers_replaced_registered_and_removed(self) -> None:
-        self.changed_by(lambda model: model[1][1]._buffers.update(running_mean=torch.ones(8)))
-        self.changed_by(lambda model: setattr(model[0], "seen", None))
-        self.changed_by(lambda model: model.register_buffer("cache", torch.ones(1), persistent=False))
-        self.changed_by(lambda model: delattr(model[1][1], "num_batches_tracked"))
+        self.assert_put_back(lambda model: model[1][1]._buffers.update(running_mean=torch.ones(8)))
+        self.assert_put_back(lambda model: setattr(model[0], "seen", None))
+        self.assert_put_back(lambda model: model.register_buffer("cache", torch.ones(1), persistent=False))
+        self.assert_put_back(lambda model: delattr(model[1][1], "num_batches_tracked"))
 
     def test_parameters_and_modules_added_and_replaced(self) -> None:
-        self.changed_by(lambda model: model.register_parameter("scale", nn.Parameter(torch.ones(1))))
-        self.changed_by(lambda model: setattr(model[1][0], "weight", nn.Parameter(torch.ones(8, 4))))
-        self.changed_by(lambda model: model.add_module("0", nn.Linear(1, 1)))
+        self.assert_put_back(lambda model: model.register_parameter("scale", nn.Parameter(torch.ones(1))))
+        self.assert_put_back(lambda model: setattr(model[1][0], "weight", nn.Parameter(torch.ones(8, 4))))
+        self.assert_put_back(lambda model: model.add_module("0", nn.Linear(1, 1)))
 
     def test_flags_and_gradients(self) -> None:
-        self.changed_by(lambda model: model.requires_grad_(False))
-        self.changed_by(lambda model: model[1].eval())
-        self.changed_by(lambda model: model.zero_grad())
-        self.changed_by(lambda model: model[1](torch.ones(2, 4)).sum().backward())
+        self.assert_put_back(lambda model: model.requires_grad_(False))
+        self.assert_put_back(lambda model: model[1].eval())
+        self.assert_put_back(lambda model: model.zero_grad())
+        self.assert_put_back(lambda model: model[1](torch.ones(2, 4)).sum().backward())
 
     def test_a_buffer_that_got_a_history(self) -> None:
-        self.changed_by(lambda model: model[0].seen.mul_(model[0].head.weight.sum()))
+        self.assert_put_back(lambda model: model[0].seen.mul_(model[0].head.weight.sum()))
 
     def test_plain_attributes_caches_and_hooks(self) -> None:
         model: Any = nn.Linear(2, 2)

@@ -19,16 +19,14 @@ import torch
 
 from batchwright.device.outcome import Outcome, judge
 from batchwright.device.peak_bytes import PeakBytes
-from batchwright.device.step import DEFAULT_STEPS, run_probe
+from batchwright.device.probing import ProbesWhatItWatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from batchwright.workload import Workload
-
 
 @dataclass(frozen=True)
-class AcceleratorDevice:
+class AcceleratorDevice(ProbesWhatItWatches):
     """One card of this machine, such as `cuda:0`."""
 
     device: torch.device
@@ -38,6 +36,11 @@ class AcceleratorDevice:
     def name(self) -> str:
         """How the device is asked for."""
         return str(self.device)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where model and batches are placed."""
+        return self.device
 
     @property
     def kind(self) -> str:
@@ -81,33 +84,6 @@ class AcceleratorDevice:
         self._module.empty_cache()
         return outcome
 
-    def probe(
-        self,
-        workload: Workload,
-        micro_batch: int,
-        *,
-        shape: Mapping[str, Any] | None = None,
-        steps: int = DEFAULT_STEPS,
-        accumulation: int = 1,
-        clip_norm: float | None = None,
-    ) -> Outcome:
-        """Run full steps at one size and say how it went."""
-        return self.watch(
-            lambda: run_probe(
-                workload,
-                micro_batch,
-                device=self.device,
-                shape=shape,
-                steps=steps,
-                accumulation=accumulation,
-                clip_norm=clip_norm,
-                now=self._now,
-            ),
-            micro_batch=micro_batch,
-            shape=shape,
-            accumulation=accumulation,
-        )
-
     @contextlib.contextmanager
     def _limited(self) -> Iterator[None]:
         """Let torch's allocator take no more than the limit, where the backend can be told so (CUDA and XPU can)."""
@@ -131,7 +107,8 @@ class AcceleratorDevice:
         switch = getattr(self._module, "device", None)
         return contextlib.nullcontext() if switch is None else switch(self.device)
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Read the clock when the device has finished what it was asked to do."""
         # Kernels are queued: without waiting, the clock would time the queueing.
         torch.accelerator.synchronize(self.device)
         return time.perf_counter()

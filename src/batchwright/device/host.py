@@ -20,7 +20,7 @@ from torch import nn
 from batchwright.device.byte_counter import ByteCounter
 from batchwright.device.outcome import Outcome, judge
 from batchwright.device.peak_bytes import PeakBytes
-from batchwright.device.step import DEFAULT_STEPS, run_probe
+from batchwright.device.probing import ProbesWhatItWatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class HostDevice:
+class HostDevice(ProbesWhatItWatches):
     """This machine's processor and memory.
 
     >>> from batchwright.workload import Workload
@@ -49,6 +49,11 @@ class HostDevice:
     def name(self) -> str:
         """How the device is asked for."""
         return "cpu"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where model and batches are placed."""
+        return torch.device("cpu")
 
     @property
     def kind(self) -> str:
@@ -93,33 +98,9 @@ class HostDevice:
             peak=lambda: PeakBytes(allocated=counter.peak_bytes),
         )
 
-    def probe(
-        self,
-        workload: Workload,
-        micro_batch: int,
-        *,
-        shape: Mapping[str, Any] | None = None,
-        steps: int = DEFAULT_STEPS,
-        accumulation: int = 1,
-        clip_norm: float | None = None,
-    ) -> Outcome:
-        """Run full steps at one size and say how it went."""
+    def _met_before(self, workload: Workload) -> dict[str, Any]:
         model = workload.model
-        return self.watch(
-            lambda: run_probe(
-                workload,
-                micro_batch,
-                device=torch.device("cpu"),
-                shape=shape,
-                steps=steps,
-                accumulation=accumulation,
-                clip_norm=clip_norm,
-            ),
-            micro_batch=micro_batch,
-            shape=shape,
-            accumulation=accumulation,
-            held=[*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else [],
-        )
+        return {"held": [*model.parameters(), *model.buffers()]} if isinstance(model, nn.Module) else {}
 
 
 def _least(*amounts: int | None) -> int | None:

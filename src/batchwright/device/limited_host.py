@@ -23,13 +23,11 @@ from torch.utils._pytree import tree_leaves
 from batchwright.device.host import HostDevice
 from batchwright.device.outcome import Outcome, judge
 from batchwright.device.peak_bytes import PeakBytes
+from batchwright.device.probing import ProbesWhatItWatches
 from batchwright.device.process_memory import PeakWatch, give_back, limited_to
-from batchwright.device.step import DEFAULT_STEPS, run_probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-
-    from batchwright.workload import Workload
 
 
 # What a process's heaps have free at the start costs it nothing later. Two processes were seen to differ by 0.8 MiB in
@@ -40,7 +38,7 @@ _ENOUGH_FOR_ALL_THREADS = 32_768 * 64
 
 
 @dataclass(frozen=True)
-class LimitedHost:
+class LimitedHost(ProbesWhatItWatches):
     """This machine's memory, of which a probe may take so many bytes.
 
     >>> from batchwright.workload import Workload
@@ -59,6 +57,11 @@ class LimitedHost:
     def name(self) -> str:
         """How the device is asked for."""
         return "cpu"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where model and batches are placed."""
+        return torch.device("cpu")
 
     @property
     def kind(self) -> str:
@@ -109,32 +112,6 @@ class LimitedHost:
         give_back()
         # What the kernel refused counts in its peak as well, so after a refusal the peak says nothing.
         return outcome if outcome.fits else replace(outcome, peak_bytes=None)
-
-    def probe(
-        self,
-        workload: Workload,
-        micro_batch: int,
-        *,
-        shape: Mapping[str, Any] | None = None,
-        steps: int = DEFAULT_STEPS,
-        accumulation: int = 1,
-        clip_norm: float | None = None,
-    ) -> Outcome:
-        """Run full steps at one size and say how it went."""
-        return self.watch(
-            lambda: run_probe(
-                workload,
-                micro_batch,
-                device=torch.device("cpu"),
-                shape=shape,
-                steps=steps,
-                accumulation=accumulation,
-                clip_norm=clip_norm,
-            ),
-            micro_batch=micro_batch,
-            shape=shape,
-            accumulation=accumulation,
-        )
 
 
 def live_bytes(things: Iterable[Any]) -> int:
