@@ -117,7 +117,8 @@ def test_a_kinked_peak_is_searched_exactly(
 
     tried = drive(by_peaks(2**20, limit), peak, limit, is_measured=is_measured)
     assert answer(tried, peak, limit) == largest
-    assert len(tried) <= (16 if is_measured else 40)
+    # Not 8, though that is wanted: docs/limits.md says how often it is more.
+    assert len(tried) <= 40
 
 
 @settings(max_examples=300)

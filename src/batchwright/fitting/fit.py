@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,8 +106,43 @@ def fit(
             longest = longest_first(asked.workload.data, most=question.limit or LARGEST_MICRO_BATCH, say=say)
         job, notes = replace(job, order=longest.order), (longest.note,) if longest.note else ()
     fit_part = _in_children if Ranks.are_here() or (asked.target is not None if isolate is None else isolate) else _here
-    told: dict[str, Any] = {"memory": memory, "margin": margin, "cache": cache, "say": say}
-    return fit_part(asked, question, job, evaluate=evaluate, notes=notes, **told)
+    return fit_part(Ask(asked, asked.workload, question, job, evaluate, memory, margin, cache, notes, say))
+
+
+@dataclass(frozen=True)
+class Ask:
+    """All that was asked about a workload, wherever its probes run."""
+
+    work: Work
+    workload: Workload
+    question: Question
+    job: Job
+    evaluate: bool
+    memory: str | int | None
+    margin: float
+    cache: bool
+    notes: tuple[str, ...]
+    say: Callable[[str], None]
+
+    def part(self, job: Job) -> Workload:
+        """The workload as this job probes it."""
+        return part_to_probe(self.workload, only_evaluate=job.only_evaluate, order=job.order)
+
+    def told(self, job: Job, traceable: Workload, where: str) -> dict[str, Any]:
+        """What the search over shapes is told, besides the prober and its budget."""
+        told: dict[str, Any] = {"accumulation": job.accumulation, "clip_norm": job.clip_norm}
+        options = {**asdict(self.question), "shapes": None, "where": where, "only_evaluate": job.only_evaluate, **told}
+        book = AnswerBook(self.part(job), self.work.target, options) if self.cache else None
+        return {**told, "name": self.work.name, "traceable": traceable, "say": self.say, "book": book}
+
+    def answer(self, run: Callable[[Job], Fit], job: Job) -> Fit:
+        """Run the search, and once more for evaluation where that was asked for."""
+        found = run(job)
+        found = replace(found, notes=(*self.notes, *found.notes))
+        if not self.evaluate:
+            return found
+        self.say("now the size for evaluation")
+        return replace(found, evaluation=run(replace(job, only_evaluate=True)))
 
 
 def _check(question: Question) -> None:
@@ -119,88 +154,37 @@ def _check(question: Question) -> None:
         raise InvalidInputError(f"start {question.start:,} is above limit {question.limit:,}.")
 
 
-def _here(
-    asked: Work,
-    question: Question,
-    job: Job,
-    *,
-    evaluate: bool,
-    memory: str | int | None,
-    margin: float,
-    cache: bool,
-    notes: tuple[str, ...],
-    say: Callable[[str], None],
-) -> Fit:
+def _here(ask: Ask) -> Fit:
     """Run the probes in this process, on live objects."""
 
     def run(job: Job) -> Fit:
-        told: dict[str, Any] = {"accumulation": job.accumulation, "clip_norm": job.clip_norm}
-        assert asked.workload is not None
-        part = part_to_probe(asked.workload, only_evaluate=job.only_evaluate, order=job.order)
-        prober = InProcess(part, on=job.on, **told)
-        budget = _budget_of(prober, memory, margin)
-        book = _book(replace(asked, workload=part), question, job, prober.where) if cache else None
-        told |= {"name": asked.name, "traceable": prober.traceable, "say": say, "book": book}
+        prober = InProcess(ask.part(job), on=job.on, accumulation=job.accumulation, clip_norm=job.clip_norm)
+        budget = _budget_of(prober, ask.memory, ask.margin)
         try:
-            return fit_shapes(question, prober, budget, **told)
+            return fit_shapes(ask.question, prober, budget, **ask.told(job, prober.traceable, prober.where))
         finally:
             prober.give_back()
 
-    return _with_evaluation(run, job, evaluate=evaluate, notes=notes, say=say)
+    return ask.answer(run, ask.job)
 
 
-def _in_children(
-    asked: Work,
-    question: Question,
-    job: Job,
-    *,
-    evaluate: bool,
-    memory: str | int | None,
-    margin: float,
-    cache: bool,
-    notes: tuple[str, ...],
-    say: Callable[[str], None],
-) -> Fit:
+def _in_children(ask: Ask) -> Fit:
     """Run the probes in processes of their own; where there are ranks, in child ranks."""
     ranks = Ranks.meet() if Ranks.are_here() else None
-    if ranks is not None:
-        job = replace(job, on=ranks.own_device(job.on))
-    own = open_budget(job.on, memory, margin=margin, sharers=ranks.local_world_size if ranks else 1)
+    job = ask.job if ranks is None else replace(ask.job, on=ranks.own_device(ask.job.on))
+    own = open_budget(job.on, ask.memory, margin=ask.margin, sharers=ranks.local_world_size if ranks else 1)
     budget = own if ranks is None else replace(own, limit_bytes=ranks.least(own.limit_bytes))
 
     def run(job: Job) -> Fit:
-        told: dict[str, Any] = {"accumulation": job.accumulation, "clip_norm": job.clip_norm}
-        assert asked.workload is not None
-        part = part_to_probe(asked.workload, only_evaluate=job.only_evaluate, order=job.order)
         prober = InChild(job) if ranks is None else AcrossRanks(job, ranks)
-        book = _book(replace(asked, workload=part), question, job, prober.where) if cache else None
-        told |= {"name": asked.name, "traceable": part, "say": say, "book": book}
-        return fit_shapes(question, prober, budget, **told)
+        return fit_shapes(ask.question, prober, budget, **ask.told(job, ask.part(job), prober.where))
 
-    with _loadable(asked, replace(job, limit_bytes=own.probe_bytes)) as ready:
+    with _loadable(ask.work, replace(job, limit_bytes=own.probe_bytes)) as ready:
         if ranks is None:
-            return _with_evaluation(run, ready, evaluate=evaluate, notes=notes, say=say)
+            return ask.answer(run, ready)
         if ranks.rank > 0:
             return ranks.follow(ready)
-        return ranks.lead(lambda: _with_evaluation(run, ready, evaluate=evaluate, notes=notes, say=say))
-
-
-def _book(asked: Work, question: Question, job: Job, where: str) -> AnswerBook:
-    assert asked.workload is not None
-    options = {**asdict(question), "shapes": None, "where": where}
-    options |= {"accumulation": job.accumulation, "clip_norm": job.clip_norm, "only_evaluate": job.only_evaluate}
-    return AnswerBook(asked.workload, asked.target, options)
-
-
-def _with_evaluation(
-    run: Callable[[Job], Fit], job: Job, *, evaluate: bool, notes: tuple[str, ...], say: Callable[[str], None]
-) -> Fit:
-    found = run(job)
-    found = replace(found, notes=(*notes, *found.notes))
-    if not evaluate:
-        return found
-    say("now the size for evaluation")
-    return replace(found, evaluation=run(replace(job, only_evaluate=True)))
+        return ranks.lead(lambda: ask.answer(run, ready))
 
 
 def _budget_of(prober: InProcess | PlainStep, memory: str | int | None, margin: float) -> Budget:
