@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 FILE = """
 from dataclasses import dataclass
+from functools import cache
+from json import dumps
+from shutil import get_terminal_size
 
 import torch
 
@@ -37,6 +40,16 @@ def workload():
 
 
 ready = workload()
+layer = torch.nn.Linear(1, 1)
+
+
+@cache
+def cached():
+    return workload()
+
+
+def _private():
+    return workload()
 
 
 def named():
@@ -119,6 +132,9 @@ def test_a_file_may_be_loaded_twice_and_may_bear_the_name_of_a_module(file: Path
         ("nowhere.py:workload", "no file at 'nowhere.py'."),
         ("no_such_module:workload", "no module 'no_such_module'; a file is written with its ending"),
         ("json.nothing:workload", "no module 'json.nothing'"),
+        (".train:workload", "no module '.train'"),
+        ("train..inner:workload", "no module 'train..inner'"),
+        ("json:nothing", "'json' has no function 'nothing'; it has: none that takes no arguments."),
     ],
 )
 def test_a_target_that_leads_nowhere_says_why(target: str, said: str) -> None:
@@ -130,7 +146,7 @@ def test_a_target_that_leads_nowhere_says_why(target: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("wrkload", "has no function 'wrkload'; it has: Config, broken, dataclass, named, number, wants_width."),
+        ("wrkload", "has no function 'wrkload'; it has: broken, cached, named, number, ready, workload."),
         ("number", "returned 3; a batchwright.Workload is expected."),
         ("wants_width", "cannot be called without arguments: missing a required argument: 'width'."),
     ],

@@ -2,6 +2,7 @@
 
 Promises:
 - a target is `path.py:function` or `module:function`;
+- one that is malformed, or whose file or module is not there, is refused before anything is imported;
 - an error raised by the user's file keeps its traceback.
 """
 
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
+from batchwright.users_code import is_installed_or_ours
 from batchwright.workload import Workload
 
 if TYPE_CHECKING:
@@ -33,22 +35,61 @@ def load_workload(target: str) -> Workload:
     batchwright.errors.InvalidInputError: a target is written path.py:function or module:function; received 'train.py'.
       try: train.py:workload
     """
+    place, function = find_target(target)
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    made = getattr(module, function, None)
+    if made is None:
+        public = sorted(name for name in vars(module) if not name.startswith("_"))
+        candidates = [name for name in public if _can_be_a_target(vars(module)[name], module)]
+        near = ", ".join(candidates[:6]) or "none that takes no arguments"
+        raise InvalidInputError(f"'{place}' has no function '{function}'; it has: {near}.")
+    workload = _called(made, target) if callable(made) and not isinstance(made, Workload) else made
+    if not isinstance(workload, Workload):
+        raise InvalidInputError(f"{target} returned {shortened(workload)}; a batchwright.Workload is expected.")
+    return workload if workload.name != "workload" else replace(workload, name=target)
+
+
+def find_target(target: str) -> tuple[str, str]:
+    """Return the file or module that a target names, which is there, and the function; imports nothing.
+
+    >>> find_target("json:loads")
+    ('json', 'loads')
+    """
     place, colon, function = target.rpartition(":")
     if not colon or not place or not function.isidentifier():
         remedy = f"{target}:workload" if target and ":" not in target else "train.py:workload"
         raise InvalidInputError(
             f"a target is written path.py:function or module:function; received {shortened(target)}.", remedy=remedy
         )
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    made = getattr(module, function, None)
-    if made is None:
-        candidates = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        near = ", ".join(sorted(candidates)[:6]) or "none"
-        raise InvalidInputError(f"'{place}' has no function '{function}'; it has: {near}.")
-    workload = _called(made, target) if callable(made) and not isinstance(made, Workload) else made
-    if not isinstance(workload, Workload):
-        raise InvalidInputError(f"{target} returned {shortened(workload)}; a batchwright.Workload is expected.")
-    return workload if workload.name != "workload" else replace(workload, name=target)
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise InvalidInputError(f"no file at '{place}'.")
+        return place, function
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    # Only the package can be looked for: to look inside of it is to import it.
+    package, *inner = place.split(".")
+    if not all((package, *inner)) or (package not in sys.modules and importlib.util.find_spec(package) is None):
+        raise _no_module(place)
+    return place, function
+
+
+def _can_be_a_target(value: object, module: ModuleType) -> bool:
+    """Whether this is a workload, or a function of the user's that can be called without arguments."""
+    if isinstance(value, Workload):
+        return True
+    # A cached function is an object around one. Looked up without running a line of the user's.
+    function = inspect.getattr_static(value, "__wrapped__", value)
+    if not inspect.isfunction(function):
+        return False
+    # An installed module may be the place itself; what a module has imported from others is not meant.
+    if function.__module__ != module.__name__ and is_installed_or_ours(function.__code__.co_filename):
+        return False
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    return True
 
 
 def _called(function: Callable[[], object], target: str) -> object:
@@ -65,8 +106,6 @@ def _called(function: Callable[[], object], target: str) -> object:
 
 
 def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise InvalidInputError(f"no file at '{path}'.")
     name = (
         path.stem
         if path.stem.isidentifier() and path.stem not in sys.modules
@@ -90,14 +129,14 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _load_module(name: str) -> ModuleType:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         # A package that the module itself imports and that is not installed is the user's own error.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise InvalidInputError(
-            f"no module '{name}'; a file is written with its ending, such as train.py:workload."
-        ) from None
+        raise _no_module(name) from None
+
+
+def _no_module(name: str) -> InvalidInputError:
+    return InvalidInputError(f"no module '{name}'; a file is written with its ending, such as train.py:workload.")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -14,12 +16,15 @@ from batchwright.device.outcome import Outcome
 from batchwright.device.peak_bytes import PeakBytes
 from batchwright.errors import StepFailedError
 from batchwright.fitting.result import Fit, NextSize
+from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from tests.conftest import Run
+
+MIB = 2**20
 
 # 4 MiB a sample, and nothing to compute with them: what fits is decided by memory alone.
 FILE = """
@@ -41,6 +46,21 @@ def workload(**changes):
 
 def buggy():
     return workload(loss=lambda model, batch: model(batch[:, 0, :1023]).mean())
+
+
+def buggy_at_two_copies():
+    return workload(loss=lambda model, batch: model(batch[:, 0, : 1024 if batch.shape[1] == 1024 else 1023]).mean())
+
+
+def tells_its_limit():
+    import os, resource
+
+    def batch(n):
+        with open(os.environ["TELL_LIMIT_TO"], "a") as told:
+            print(resource.getrlimit(resource.RLIMIT_DATA)[0], file=told)
+        return torch.zeros(n, 1024, 1024)
+
+    return workload(batch=batch)
 
 
 def ignores_n():
@@ -131,11 +151,61 @@ class TestProbesForReal:
         assert ran.err.splitlines()[-1].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
         assert "Error: Traceback" not in ran.err
 
+    def test_a_bug_at_a_later_shape_tells_what_was_found_before_it(self, run: Run, file: Path) -> None:
+        ran = run("fit", f"{file}:buggy_at_two_copies", "--start", "1", "--limit", "1", "--shape", "copies=1,2,3")
+        assert (ran.code, ran.out) == (3, "")
+        *_, error, note = ran.err.splitlines()
+        assert error.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+        assert note == "found before that: micro-batch 1 fits at copies=1"
+        assert "shape copies=3" not in ran.err, "it ends at once"
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps a limit on private memory")
+    def test_a_limit_of_the_shell_is_the_budget_of_the_probes_and_is_said(self, file: Path, tmp_path: Path) -> None:
+        limit_kib = 1_200_000
+        command = [sys.executable, "-m", "batchwright", "fit", f"{file}:tells_its_limit", "--json"]
+        options = ["--start", "32", "--max-trials", "1"]
+        shell = f"ulimit -S -d {limit_kib}; exec {shlex.join([*command, *options])}"
+        done = subprocess.run(
+            shell,
+            shell=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "TELL_LIMIT_TO": str(tmp_path / "limits")},
+        )
+        assert done.returncode == 0, done.stderr
+        data = json.loads(done.stdout)
+        in_probes = [int(line) for line in (tmp_path / "limits").read_text().split()]
+        assert 0 < min(in_probes) <= limit_kib * 1024
+        assert data["micro_batch"] == 32
+        assert 32 * 4 * MIB < data["peak_bytes"]["device"] <= data["limit_bytes"] < limit_kib * 1024
+        said = "the memory of this process is limited (ulimit -d), which leaves "
+        assert data["notes"] == [f"{said}{format_bytes(data['limit_bytes'])}"]
+
+    def test_a_damaged_answer_of_an_earlier_run_is_ignored_and_said(
+        self, run: Run, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # A key that is known beforehand spares the run that would write the file.
+        key = "0" * 64
+        monkeypatch.setattr("batchwright.fitting.recalled.fingerprint", lambda *_, **__: key)
+        answer = tmp_path / "cache" / "fits" / f"{key}.json"
+        answer.parent.mkdir(parents=True)
+        answer.write_text('{"schema": 1, "key": "0000')
+        ran = run("fit", f"{file}:workload", "--start", "1", "--limit", "1")
+        assert ran.code == 0, ran.err
+        assert "micro-batch 1 fits on cpu" in ran.out.splitlines()[0]
+        said = " ".join(ran.out.split())
+        assert "note: a remembered answer was ignored: the file is damaged (" in said
+        assert str(answer) in ran.out.replace("\n", "")
+        assert json.loads(answer.read_text())["micro_batch"] == 1, "it is whole again"
+
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
         (["--limit", "0"], "--limit must be a whole number from 1"),
+        (["--limit", "1e3"], "--limit must be a whole number from 1 to 10^15, such as 32 or 10_000; received '1e3'."),
+        (["--memory", "0GiB"], "--memory must be an amount such as 24GiB"),
+        (["--memory", "-1GiB"], "--memory must be an amount such as 24GiB"),
         (["--memory", "lots"], "memory must be an amount such as 24GiB, 24GB or 24g; received 'lots'."),
         (["--on", "moon"], "no device is called 'moon'; this machine has: cpu"),
         (["--shape", "copies"], "--shape is written name=value or name=value,value"),
@@ -149,6 +219,8 @@ class TestProbesForReal:
         (["--shape", "copies=2", "--shape-from", "3"], "--shape-from goes with one --shape of several values"),
         (["--shape", "copies=2,4", "--shape-from", "5"], "--shape-from 5 leaves nothing of copies=2,4."),
         (["--scale", "copies:2=1.0,else=0.5"], "scale is a share of limit, and no limit was given."),
+        (["--limit", "9", "--scale", "copies:4=1.0,2=0.5,else=0.1"], "the bounds of --scale must rise"),
+        (["--limit", "9", "--scale", "copies:2=1.0"], "--scale needs an entry else=factor"),
         (["--limit", "9", "--scale", "copies"], "a scale table is written name:bound=factor"),
         (["--limit", "9", "--scale", "copies:2=1.0,else=0.5"], "--scale goes by copies, but the shape has no names."),
         (["--limit", "4", "--start", "9"], "start 9 is above limit 4."),
@@ -174,11 +246,27 @@ def test_wrong_input_is_one_message_and_exit_code_2(run: Run, file: Path, args: 
 
 
 @pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("foo", "a target is written path.py:function or module:function; received 'foo'."),
+        ("nowhere.py:workload", "no file at 'nowhere.py'."),
+        ("no_such_module:workload", "no module 'no_such_module'"),
+        ("", "received ''."),
+    ],
+)
+def test_a_target_that_leads_nowhere_is_one_message_and_exit_code_2(run: Run, target: str, said: str) -> None:
+    ran = run("fit", target)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
+    assert "loading" not in ran.err
+
+
+@pytest.mark.parametrize(
     ("function", "said"),
     [
         ("ignores_n", "the batch ignores its size: asked for "),
         ("empty", "the workload's data is empty: there is no sample to probe with."),
-        ("nothing", "has no function 'nothing'; it has: "),
+        ("nothing", "has no function 'nothing'; it has: buggy, buggy_at_two_copies, empty, ignores_n, tells_its_limit"),
     ],
 )
 def test_a_workload_that_cannot_be_right_is_said_with_exit_code_2(
@@ -214,7 +302,11 @@ class Library:
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+def library(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    # The target must be there, though nobody loads it.
+    folder = tmp_path_factory.mktemp("target")
+    (folder / "t.py").touch()
+    monkeypatch.chdir(folder)
     return Library(monkeypatch)
 
 
@@ -226,17 +318,17 @@ def table(*sizes: int | None) -> Fit:
 class TestWithoutProbes:
     def test_every_option_reaches_the_library(self, run: Run, library: Library) -> None:
         options = ["--on", "cuda", "--memory", "1GiB", "--limit", "64", "--shape", "crops=2,4", "--start", "3"]
-        more = ["--scale", "T", "--powers-of-two", "--max-trials", "7", "--margin", "5%", "--evaluate"]
+        more = ["--powers-of-two", "--max-trials", "7", "--margin", "5%", "--evaluate"]
         last = ["--accumulation", "3", "--clip-norm", "1.5", "--no-cache"]
         assert run("fit", "t.py:w", *options, *more, *last).code == 0
         del library.asked["progress"]
         assert library.asked == {
             "on": "cuda",
-            "memory": "1GiB",
+            "memory": 2**30,
             "limit": 64,
             "shapes": {"crops": [2, 4]},
             "start": 3,
-            "scale": "T",
+            "scale": None,
             "powers_of_two": True,
             "max_trials": 7,
             "margin": 0.05,
@@ -245,6 +337,9 @@ class TestWithoutProbes:
             "clip_norm": 1.5,
             "cache": False,
         }
+        table = "crops:2=1.0,else=0.5"
+        assert run("fit", "t.py:w", "--limit", "64", "--shape", "crops=2,4", "--scale", table).code == 0
+        assert library.asked["scale"] == table
 
     def test_accumulate_to_adds_the_plan_and_probes_with_two_micro_batches(self, run: Run, library: Library) -> None:
         out = run("fit", "t.py:w", "--accumulate-to", "256", "--devices", "4").out
@@ -297,6 +392,14 @@ class TestWithoutProbes:
         ran = run("fit", "t.py:w")
         assert (ran.code, ran.out) == (3, "")
         assert ran.err.endswith("\nTraceback (most recent call last):\nKeyError: 3\n")
+
+    @pytest.mark.parametrize("end", [StepFailedError("KeyError: 3"), KeyboardInterrupt()])
+    def test_what_was_found_before_the_end_is_told_once(self, run: Run, library: Library, end: BaseException) -> None:
+        end.add_note("found before that: micro-batch 19 fits at crops=1")
+        library.answer = end
+        ran = run("fit", "t.py:w", "--shape", "crops=1,2")
+        assert ran.err.splitlines()[-1] == "found before that: micro-batch 19 fits at crops=1"
+        assert ran.err.count("found before that") == 1
 
     def test_an_interrupt_ends_with_130(self, run: Run, library: Library) -> None:
         library.answer = KeyboardInterrupt()

@@ -22,10 +22,10 @@ print("\\n" + json.dumps([code, sorted(m for m in sys.modules if "." not in m)])
 """
 
 
-def imported_by(*args: str) -> set[str]:
+def imported_by(*args: str, expected_code: int = 0) -> set[str]:
     done = subprocess.run([sys.executable, "-c", WATCH, *args], capture_output=True, text=True, check=True)
     code, modules = json.loads(done.stdout.splitlines()[-1])
-    assert code == 0, done.stderr
+    assert code == expected_code, done.stderr
     return set(modules)
 
 
@@ -44,6 +44,28 @@ def imported_by(*args: str) -> set[str]:
 )
 def test_planning_never_imports_torch_or_numpy(args: list[str]) -> None:
     assert not {"torch", "numpy"} & imported_by(*args)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["foo"],
+        ["nowhere.py:workload"],
+        ["no_such_module:workload"],
+        ["json:loads", "--memory", "lots"],
+        ["json:loads", "--limit", "0"],
+        ["json:loads", "--limit", "9", "--scale", "crops"],
+        ["json:loads", "--scale", "crops:2=1.0,else=0.5"],
+        ["json:loads", "--limit", "9", "--scale", "crops:2=1.0,else=0.5", "--shape", "depth=3"],
+        ["json:loads", "--limit", "4", "--start", "9"],
+        ["json:loads", "--shape", "crops"],
+        ["json:loads", "--shape", "crops=2,2"],
+        ["json:loads", "--margin", "120%"],
+        ["json:loads", "--then", "echo {size}"],
+    ],
+)
+def test_wrong_usage_of_fit_is_said_before_torch_is_imported(args: list[str]) -> None:
+    assert not {"torch", "numpy"} & imported_by("fit", *args, expected_code=2)
 
 
 def test_help_imports_none_of_them_nor_rich() -> None:

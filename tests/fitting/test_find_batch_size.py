@@ -316,28 +316,112 @@ def test_a_size_at_which_nothing_is_trained_is_not_an_answer() -> None:
     assert raised.value.remedy.startswith("limit=16")
 
 
+@pytest.mark.parametrize("start", [1, 16, 10**6])
 @pytest.mark.parametrize(
-    ("effective", "limit", "ran"),
-    [(256, 100, (64, 4)), (256, 10**9, (256, 1)), (100, 48, (25, 4)), (128, 128, (128, 1)), (7, 3, (1, 7))],
+    ("effective", "room", "answer"),
+    [
+        (1, 10**9, 1),
+        (7, 3, 1),
+        (7, 7, 7),
+        (12, 5, 4),
+        (256, 100, 64),
+        (256, 10**9, 256),
+        (360, 100, 90),
+        (360, 359, 180),
+        (1_000_003, 10**9, 1_000_003),
+        (1_000_003, 1_000_002, 1),
+    ],
 )
-def test_the_effective_batch_is_kept_exactly(effective: int, limit: int, ran: tuple[int, int]) -> None:
+def test_every_call_keeps_the_effective_batch_exactly(effective: int, room: int, answer: int, start: int) -> None:
     asked = []
 
-    @bw.find_batch_size(starting_batch_size=16, effective_batch=effective)
+    @bw.find_batch_size(starting_batch_size=start, effective_batch=effective, limit=10**7)
     def train(batch_size: int, accumulation: int, name: str) -> tuple[int, int, str]:
         asked.append((batch_size, accumulation))
-        if batch_size > limit:
+        if batch_size > room:
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
         return batch_size, accumulation, name
 
-    assert train("run") == (*ran, "run")
-    assert ran[0] * ran[1] == effective
-    assert all(size * accumulation >= effective for size, accumulation in asked)
-    assert all((accumulation - 1) * size < effective for size, accumulation in asked)
+    assert train("run") == (answer, effective // answer, "run")
+    assert all(size * accumulation == effective for size, accumulation in asked)
+    # The last call is the run for real.
+    assert len(set(asked)) == len(asked) - 1
+    fit = train.last_fit
+    assert fit is not None
+    assert fit.plan is not None
+    assert fit.next_size is not None
+    assert fit.micro_batch == fit.plan.micro_batch == answer
+    assert fit.plan.accumulation == effective // answer
+    if answer < effective:
+        above = min(size for size in range(answer + 1, effective + 1) if effective % size == 0)
+        assert (fit.next_size.micro_batch, fit.next_size.outcome) == (above, "out_of_memory")
+        assert fit.reason == f"micro-batch {above:,} ran out of memory"
+    else:
+        assert fit.reason == f"the effective batch is {effective:,}"
+
+
+def test_growth_doubles_also_among_divisors() -> None:
+    sizes = []
+
+    @bw.find_batch_size(starting_batch_size=16, effective_batch=256)
+    def train(batch_size: int, accumulation: int) -> None:
+        sizes.append(batch_size)
+        if batch_size > 100:
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    train()
+    assert sizes == [16, 32, 64, 128, 64]
+
+
+@pytest.mark.parametrize(("limit", "answer", "above"), [(100, 90, 120), (None, 360, 361)])
+def test_a_divisor_that_the_limit_forbids_is_the_next_size(limit: int | None, answer: int, above: int) -> None:
+    @bw.find_batch_size(effective_batch=360, limit=limit)
+    def train(batch_size: int, accumulation: int) -> tuple[int, int]:
+        return batch_size, accumulation
+
+    assert train() == (answer, 360 // answer)
     assert train.last_fit is not None
-    assert train.last_fit.micro_batch == min(limit, effective)
-    assert train.last_fit.plan is not None
-    assert (train.last_fit.plan.micro_batch, train.last_fit.plan.accumulation) == ran
+    assert train.last_fit.next_size is not None
+    assert (train.last_fit.next_size.micro_batch, train.last_fit.next_size.outcome) == (above, None)
+    assert train.last_fit.reason == ("the limit is 100" if limit else "the effective batch is 360")
+
+
+def test_a_search_cut_short_names_the_next_divisor() -> None:
+    @bw.find_batch_size(starting_batch_size=8, effective_batch=256, max_trials=2)
+    def train(batch_size: int, accumulation: int) -> tuple[int, int]:
+        return batch_size, accumulation
+
+    assert train() == (16, 16)
+    assert train.last_fit is not None
+    assert train.last_fit.next_size is not None
+    assert (train.last_fit.next_size.micro_batch, train.last_fit.next_size.outcome) == (32, None)
+    assert train.last_fit.reason.startswith("2 trials were used up")
+
+
+@pytest.mark.parametrize(("effective", "is_said"), [(127, True), (128, False)])
+def test_few_divisors_are_said_with_a_neighbour_that_has_more(effective: int, is_said: bool) -> None:
+    @bw.find_batch_size(effective_batch=effective)
+    def train(batch_size: int, accumulation: int) -> None:
+        if batch_size > 100:
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    train()
+    assert train.last_fit is not None
+    told = "no size between 1 and 127 divides 127, so none of them was tried; an effective batch of 128 has"
+    assert train.last_fit.notes[-1].startswith(told) == is_said
+
+
+def test_nothing_fits_names_the_divisors_where_they_are_the_reason() -> None:
+    task = Task(limit=3)
+
+    @bw.find_batch_size(effective_batch=7)
+    def train(batch_size: int, accumulation: int) -> None:
+        task.begin(batch_size)
+        task.step()
+
+    # Its BatchNorm needs two samples, so 2 and 3 would do.
+    with pytest.raises(NothingFitsError, match="no size between 1 and 7 divides 7"):
+        train()
 
 
 def test_the_starting_batch_size_is_the_effective_batch_unless_one_is_given() -> None:
@@ -449,6 +533,39 @@ def test_a_real_budget_is_kept_by_a_real_model() -> None:
     assert train.last_fit.next_size.outcome == "out_of_memory"
     assert said[0] == "trying micro-batch 32"
     assert said[-1] == f"running train at batch size {size:,}"
+
+
+def test_a_real_model_accumulates_within_a_real_budget_to_the_weights_of_the_full_batch() -> None:
+    effective, width = 60, 2**18
+    asked = []
+
+    def train(batch_size: int, accumulation: int) -> torch.Tensor:
+        asked.append((batch_size, accumulation))
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(width))
+        optimizer = torch.optim.SGD([weight], lr=width)
+        for step in range(3):
+            for first in range(0, effective, batch_size):
+                samples = torch.arange(first, first + batch_size)[:, None] / effective + step
+                ((samples * weight).relu().mean() / accumulation).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weight.detach()
+
+    whole = train(effective, 1)
+    asked.clear()
+    found = bw.find_batch_size(train, 6, effective_batch=effective, on="cpu", memory="80MiB")
+    kept = found()
+    assert all(size * accumulation == effective for size, accumulation in asked)
+    fit = found.last_fit
+    assert fit is not None
+    assert fit.micro_batch is not None
+    assert fit.next_size is not None
+    # 1 MiB a sample, of which two copies at the least are alive at once and certainly no eight.
+    assert 10 <= fit.micro_batch <= 30
+    assert (fit.next_size.outcome, 60 % fit.next_size.micro_batch) == ("out_of_memory", 0)
+    assert asked[-1] == (fit.micro_batch, 60 // fit.micro_batch)
+    torch.testing.assert_close(kept, whole)
 
 
 def test_a_live_model_is_inside_the_budget() -> None:

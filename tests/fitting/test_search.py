@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ from tests.oracle.largest_size import largest_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
+    from random import Random
 
 MIB = 2**20
 
@@ -152,3 +154,23 @@ def test_a_right_prediction_takes_at_most_four_probes(line: tuple[int, int, int]
 
     search = by_prediction(2**20, peak(largest), lambda n: fixed + per_sample * n, allowance=64 * MIB)
     assert len(drive(search, peak, peak(largest))) <= 4
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 10**10), st.integers(10**5, 10**7), st.integers(400, 9000), st.integers(0, 39), st.randoms())
+def test_sizes_closer_together_than_two_runs_are_left_alone(
+    fixed: int, per_sample: int, largest: int, beyond: int, random: Random
+) -> None:
+    resolution = MIB // 2
+    limit = fixed + per_sample * largest + beyond * MIB
+
+    def peak(n: int) -> int:
+        return fixed + per_sample * n + beyond * MIB + random.randrange(-resolution // 3, resolution // 3)
+
+    peaks = defaultdict[int, int](int)
+    search = by_prediction(2**20, limit, lambda n: fixed + per_sample * n, allowance=40 * MIB, resolution=resolution)
+    tried = drive(search, lambda n: peaks.setdefault(n, peak(n)), limit)
+    fitting = max(size for size in tried if peaks[size] <= limit)
+    failing = min(size for size in tried if peaks[size] > limit)
+    assert failing - fitting == 1 or (failing - fitting) * per_sample <= resolution
+    assert len(tried) <= 6

@@ -100,8 +100,9 @@ def _run(args: list[str] | None) -> int:
             raise  # click's own way out when the reader of a pipe went away
         click.echo(f"Error: the code that was run called sys.exit({leaving.code!r}).", err=True)
         return 3
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as stop:
         click.echo("Interrupted.", err=True)
+        _show_notes(stop.__cause__ or stop)  # click's Abort stands for the interrupt itself
         return 130
     except BrokenPipeError:
         # The reader went away (`| head`): not our error, and Python must not complain about it at exit either.
@@ -124,6 +125,7 @@ def _run(args: list[str] | None) -> int:
             if os.environ.get("RANK", "0") == "0":
                 # A step that failed in a child process tells of itself by its traceback.
                 click.echo(str(error) if error.exit_code == 3 else f"Error: {error}", err=True)
+                _show_notes(error)
             return error.exit_code
         if not _is_from_users_code(error):
             raise
@@ -136,6 +138,12 @@ def _show_users_error(error: BaseException) -> int:
 
     click.echo(users_traceback_text(error), err=True)
     return 3
+
+
+def _show_notes(error: BaseException) -> None:
+    """Print what was added to an error on its way; a traceback has it at its end by itself."""
+    for note in getattr(error, "__notes__", ()):
+        click.echo(note, err=True)
 
 
 def _is_from_users_code(error: BaseException) -> bool:

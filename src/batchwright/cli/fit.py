@@ -1,17 +1,21 @@
-"""`batchwright fit`."""
+"""`batchwright fit`.
+
+Promises:
+- what can be known to be wrong before torch is imported, which takes seconds, is said before.
+"""
 
 from __future__ import annotations
 
 import os
-import re
-import shlex
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchwright.cli.options import Count, json_option, print_json
-from batchwright.errors import BatchwrightError, InvalidInputError
+from batchwright.cli.options import Amount, Count, json_option, print_json
+from batchwright.cli.then_job import check_job, run_jobs
+from batchwright.errors import InvalidInputError
+from batchwright.fitting.question import Question
+from batchwright.targets import find_target
 from batchwright.units import parse_whole_number, shortened
 
 if TYPE_CHECKING:
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
 @click.command("fit")
 @click.argument("target")
 @click.option("--on", default="cpu", show_default=True, help="Where probes run: cpu, cuda, cuda:1, mps or xpu.")
-@click.option("--memory", metavar="AMOUNT", help="A budget such as 16GiB.  [default: what is free]")
+@click.option("--memory", type=Amount(), metavar="AMOUNT", help="A budget such as 16GiB.  [default: what is free]")
 @click.option("--limit", type=Count(), help="The largest micro-batch of interest.")
 @click.option(
     "--shape",
@@ -62,6 +66,8 @@ def command(target: str, as_json: bool, **options: Any) -> int:
         check_job(options["then"], ["micro_batch", *shapes])
     if options["devices"] is not None and options["accumulate_to"] is None:
         raise InvalidInputError("--devices changes nothing without --accumulate-to.", remedy="--accumulate-to 256")
+    check_question(shapes, options)
+    find_target(target)
     # Under torchrun every rank comes to the same answer; one of them tells it.
     speaks = os.environ.get("RANK", "0") == "0"
     found = _find(target, shapes, margin, options, speaks=speaks)
@@ -75,13 +81,13 @@ def command(target: str, as_json: bool, **options: Any) -> int:
         print_answer(found)
     rows = found.shapes or (found,)
     if options["then"] is not None:
-        _run_jobs(options["then"], rows, as_json=as_json)
+        run_jobs(options["then"], rows, as_json=as_json)
     return int(any(row.micro_batch is None for row in rows))
 
 
 def _find(target: str, shapes: dict[str, list[int]], margin: float, options: dict[str, Any], *, speaks: bool) -> Fit:
     from batchwright.fitting.fit import fit
-    from batchwright.report.fit_text import name_shape
+    from batchwright.fitting.result import name_shape
     from batchwright.report.progress import Progress
 
     # With several micro-batches per optimizer step the gradients of one live through the forward of the next.
@@ -129,28 +135,6 @@ def _planned(found: Fit, effective_batch: int, devices: int | None, note: str) -
     return replace(planned, notes=(*planned.notes, note)) if note else planned
 
 
-def _run_jobs(template: str, rows: Iterable[Fit], *, as_json: bool) -> None:
-    """Run the user's job at each answer, its output behind ours; on stderr where stdout is JSON."""
-    import subprocess
-
-    for row in rows:
-        if row.micro_batch is None:
-            continue
-        job = fill_in(template, {"micro_batch": row.micro_batch, **row.shape})
-        click.echo(f"running {job}", err=True)
-        sys.stdout.flush()
-        # The number, not sys.stderr: a job writes past Python's own streams.
-        code = subprocess.run(job, shell=True, stdout=2 if as_json else None).returncode
-        if code:
-            raise JobFailedError(f"the job ended with exit code {code}: {job}")
-
-
-class JobFailedError(BatchwrightError):
-    """The command behind --then failed: it has told of itself already."""
-
-    exit_code = 3
-
-
 def parse_shapes(pairs: Iterable[str]) -> dict[str, list[int]]:
     """Read `max_crops=2,4,6` and its like.
 
@@ -167,7 +151,10 @@ def parse_shapes(pairs: Iterable[str]) -> dict[str, list[int]]:
             )
         if name in shapes:
             raise InvalidInputError(f"--shape {name} was given twice.", remedy=f"--shape {name}=2,4,6")
-        shapes[name] = [parse_whole_number(value, f"--shape {name}") for value in values.split(",")]
+        numbers = [parse_whole_number(value, f"--shape {name}") for value in values.split(",")]
+        if len(set(numbers)) < len(numbers):
+            raise InvalidInputError(f"--shape {name} names a value twice; received {shortened(numbers)}.")
+        shapes[name] = numbers
     return shapes
 
 
@@ -192,6 +179,13 @@ def start_from(shapes: dict[str, list[int]], first: int | None) -> dict[str, lis
     return {**shapes, tables[0]: values}
 
 
+def check_question(shapes: dict[str, list[int]], options: Mapping[str, Any]) -> None:
+    """Refuse options that contradict each other, as the library would once it is loaded."""
+    named = ("limit", "start", "scale", "powers_of_two", "max_trials")
+    # How a search starts depends on the names of a shape; any of the values will do.
+    Question.read(**{name: options[name] for name in named}, shapes=[{n: values[0] for n, values in shapes.items()}])
+
+
 def parse_margin(text: str) -> float:
     """Read a share as people write it.
 
@@ -207,32 +201,3 @@ def parse_margin(text: str) -> float:
             f"--margin must be at least 0% and below 100%, such as 5% or 0.05; received {shortened(text)}."
         )
     return share
-
-
-_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
-
-
-def check_job(template: str, names: list[str]) -> None:
-    """Refuse a job with braces that nothing can be filled into.
-
-    >>> check_job("python eval.py --batch {size}", ["micro_batch"])
-    Traceback (most recent call last):
-    ...
-    batchwright.errors.InvalidInputError: --then has '{size}'; what can be filled in: {micro_batch}.
-      try: {{ and }} for braces that are meant for the shell
-    """
-    for match in _BRACES.finditer(template):
-        if match[0] not in ("{{", "}}") and match[1] not in names:
-            raise InvalidInputError(
-                f"--then has {shortened(match[0])}; what can be filled in: {', '.join(f'{{{n}}}' for n in names)}.",
-                remedy="{{ and }} for braces that are meant for the shell",
-            )
-
-
-def fill_in(template: str, values: Mapping[str, object]) -> str:
-    """Fill values into a job that was checked, quoted for the shell.
-
-    >>> fill_in("eval -b {micro_batch} -c {max_crops} > ${{OUT}}", {"micro_batch": 19, "max_crops": 12})
-    'eval -b 19 -c 12 > ${OUT}'
-    """
-    return _BRACES.sub(lambda match: match[0][0] if match[1] is None else shlex.quote(str(values[match[1]])), template)

@@ -1,4 +1,4 @@
-"""What the commands share: numbers as people type them, and answers as JSON."""
+"""What the commands share: numbers and amounts as people type them, and answers as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from batchwright.errors import InvalidInputError
-from batchwright.units import parse_whole_number
+from batchwright.units import parse_bytes, parse_whole_number
 
 
 class Count(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
@@ -23,6 +23,16 @@ class Count(click.ParamType):  # type: ignore[type-arg]  # generic only since cl
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Read the text that was typed."""
         return parse_whole_number(str(value), name_of(param), least=self.least)
+
+
+class Amount(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
+    """An amount of memory, in bytes."""
+
+    name = "amount"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read the text that was typed."""
+        return parse_bytes(value, name_of(param))
 
 
 class NumbersCommand(click.Command):

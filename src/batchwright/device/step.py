@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from batchwright.device.batches import make_batch
+from batchwright.device.step_checks import check_that_something_trains, checked_loss, must_be_called
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened, whole_number
 
@@ -182,14 +183,14 @@ def run_steps(
                 observer.phase("backward")
                 (loss if scaler is None else scaler.scale(loss)).backward()
                 del inputs, loss
-            _check_that_something_trains(optimizers)
+            check_that_something_trains(optimizers)
             observer.phase("optimizer")
             _update(model, optimizers, scaler, clip_norm)
             seconds.append(now() - start)
         without_gradients()
         return tuple(seconds)
 
-    with _must_be_called(model):
+    with must_be_called(model):
         for _ in range(steps):
             start = now()
             for _ in range(accumulation):
@@ -202,63 +203,6 @@ def run_steps(
                 without_gradients()
             seconds.append(now() - start)
     return tuple(seconds)
-
-
-def checked_loss(loss: Any) -> torch.Tensor:
-    """Return the loss if it can be differentiated, or say why it cannot."""
-    if not isinstance(loss, torch.Tensor):
-        holds = "; it has a .loss, return that" if isinstance(getattr(loss, "loss", None), torch.Tensor) else ""
-        raise InvalidInputError(f"loss= must return a scalar tensor; received {type(loss).__name__}{holds}.")
-    if loss.numel() != 1:
-        raise InvalidInputError(
-            f"loss= must return a scalar tensor; received one of shape {tuple(loss.shape)}.",
-            remedy="loss.mean(), the mean over the batch's units",
-        )
-    if not loss.requires_grad:
-        raise InvalidInputError(
-            "loss= returned a tensor that does not require a gradient, so there is nothing to train.",
-            remedy="compute it from the model it receives, without no_grad(), detach() or .item()",
-        )
-    return loss
-
-
-def _check_that_something_trains(optimizers: Sequence[Any]) -> None:
-    """Refuse a step that did nothing: everything would fit."""
-    trained = [
-        parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
-    ]
-    # Hooks may have used a gradient up as soon as it was there (an optimizer that runs inside backward).
-    if any(parameter.grad is not None or parameter._post_accumulate_grad_hooks for parameter in trained):
-        return
-    raise InvalidInputError(
-        "the step trained nothing: after the backward none of the optimizer's parameters has a gradient.",
-        remedy="compute the loss with the model that loss= receives",
-    )
-
-
-@contextlib.contextmanager
-def _must_be_called(model: nn.Module) -> Iterator[None]:
-    """Refuse inference that never called the model or a part of it: everything would fit."""
-    called: list[nn.Module] = []
-
-    def note(module: nn.Module, _: Any) -> None:
-        called.append(module)
-        remove()
-
-    def remove() -> None:
-        while handles:
-            handles.pop().remove()
-
-    handles = [module.register_forward_pre_hook(note) for module in model.modules()]
-    try:
-        yield
-    finally:
-        remove()
-    if not called:
-        raise InvalidInputError(
-            "the step did nothing with the model: neither it nor a part of it was called.",
-            remedy="use the model that loss=, generate= and evaluate= receive",
-        )
 
 
 @contextlib.contextmanager

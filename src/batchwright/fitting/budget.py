@@ -24,6 +24,8 @@ class Budget:
     was_asked: bool = False
     is_tight: bool = True
     """Somebody set it, or a card has it: it is meant to be filled. Not so the free memory of a whole machine."""
+    is_host: bool = False
+    """It is main memory, of which two runs of one step never take quite the same."""
 
     @property
     def probe_bytes(self) -> int | None:
@@ -52,8 +54,14 @@ def open_budget(
     free = device.free_bytes
     notes: list[str] = []
     if isinstance(device, HostDevice):
-        free = _safe_bytes(free)
-        free = None if free is None else free // sharers + held_bytes
+        # The machine's memory is shared by its ranks; a limit that somebody set (ulimit -d, a batch system) is on each.
+        free, room = _safe_bytes(free), room_under_the_limit()
+        free = None if free is None else free // sharers
+        is_limited = room is not None and (free is None or room < free)
+        free = room if is_limited else free
+        free = None if free is None else free + held_bytes
+        if is_limited and free is not None and (asked is None or asked > free):
+            notes.append(f"the memory of this process is limited (ulimit -d), which leaves {format_bytes(free)}")
         if not can_limit():
             notes.append("this system keeps no limit on memory: the bytes of tensors were counted instead")
     if asked is not None and free is not None and asked > free:
@@ -61,12 +69,9 @@ def open_budget(
         asked = free
         was_asked = False
     is_tight = asked is not None or on != "cpu" or room_under_the_limit() is not None
-    return Budget(free if asked is None else asked, margin, tuple(notes), was_asked, is_tight)
+    limit = free if asked is None else asked
+    return Budget(limit, margin, tuple(notes), was_asked, is_tight, is_host=isinstance(device, HostDevice))
 
 
 def _safe_bytes(free: int | None) -> int | None:
-    if free is not None:
-        free = max(1, free - max(int(free * _KEPT_SHARE), _KEPT_BYTES))
-    # Somebody may have limited this process already (ulimit -d, a batch system).
-    room = room_under_the_limit()
-    return free if room is None else room if free is None else min(room, free)
+    return None if free is None else max(1, free - max(int(free * _KEPT_SHARE), _KEPT_BYTES))

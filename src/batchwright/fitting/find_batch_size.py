@@ -3,17 +3,14 @@
 Promises:
 - a probing call ends after its second optimizer step; then the function runs once for real, at a size that ran;
 - what the function and its arguments reach (models, optimizers, random state) is put back after each probing call;
-- with a parameter `accumulation`, batch size x accumulation is the effective batch exactly;
+- with a parameter `accumulation`, every call has batch size x accumulation = effective batch exactly;
 - a mistake in the function surfaces at once, and is never taken for out-of-memory.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections import OrderedDict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, Unpack, overload
 
 from batchwright.device.device import open_limited, present_devices
 from batchwright.device.limited_host import live_bytes
@@ -23,27 +20,22 @@ from batchwright.fitting.budget import Budget, open_budget
 from batchwright.fitting.held_objects import held_objects
 from batchwright.fitting.ranks import Ranks
 from batchwright.fitting.result import Fit
-from batchwright.fitting.search import by_doubling
 from batchwright.fitting.second_step import STEPS_OF_A_PROBE, CutCalls
 from batchwright.fitting.series import Cap, cheap_collections, run_series
+from batchwright.fitting.training_function import Returned, Sizes, TrainingFunction
 from batchwright.planning.plan import plan
+from batchwright.planning.split import largest_divisor
 from batchwright.units import format_bytes, shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from batchwright.device.outcome import Outcome
     from batchwright.fitting.series import Series
     from batchwright.planning.plan import Plan
 
-Returned = TypeVar("Returned")
-
 # Nothing but memory ends the growth, and on a large machine that may take hours: each probe really trains.
 _LARGEST_SIZE = 8192
-
-
-class WrongCallError(InvalidInputError, TypeError):
-    """A decorated function was called with arguments that it does not take."""
 
 
 class _Options(TypedDict, total=False):
@@ -93,9 +85,9 @@ def find_batch_size(
     'out_of_memory'
 
     The function's first parameter is the batch size; callers leave it out. A second one named `accumulation` receives
-    as many micro-batches as keep the effective batch (`effective_batch`, default `starting_batch_size`). `on` is the
-    device whose memory decides, by default the accelerator of this machine, or the CPU where there is none; `memory` a
-    budget such as "16GiB", and `limit` the largest size to try (8,192 unless said).
+    as many micro-batches as keep the effective batch (`effective_batch`, default `starting_batch_size`), of which then
+    only divisors are tried. `on` is the device whose memory decides, by default the accelerator of this machine, or the
+    CPU where there is none; `memory` a budget such as "16GiB", and `limit` the largest size to try (8,192 unless said).
     """
     asked: _Options = {"on": on, "memory": memory, "limit": limit, "effective_batch": effective_batch}
     asked |= {"max_trials": max_trials, "margin": margin, "progress": progress}
@@ -108,43 +100,42 @@ class BatchSizeFinder(Generic[Returned]):
 
     def __init__(self, function: Callable[..., Returned], *, start: int, asked: _Options) -> None:
         self.last_fit: Fit | None = None
-        self._function = function
         self._asked = asked
-        self._call = call = _Call.read(function)
+        self._called = called = TrainingFunction.read(function)
         self._start = whole_number(start, "starting batch size")
         self._max_trials = whole_number(asked["max_trials"], "max trials")
         self._say = asked["progress"] or (lambda _: None)
         effective = asked["effective_batch"]
-        if effective is not None and not call.accumulates:
+        if effective is not None and not called.accumulates:
             raise InvalidInputError(
-                f"effective_batch={shortened(effective)} was given, but {call.name} has no parameter named "
+                f"effective_batch={shortened(effective)} was given, but {called.name} has no parameter named "
                 "accumulation to keep it by.",
-                remedy=f"def {call.name}({call.size_name}, accumulation, ...)",
+                remedy=f"def {called.name}({called.size_name}, accumulation, ...)",
             )
         effective = self._start if effective is None else effective
-        self._effective = whole_number(effective, "effective batch") if call.accumulates else None
-        self._cap = self._read_cap(asked["limit"])
+        self._sizes = Sizes.within(
+            self._read_cap(asked["limit"]),
+            effective=whole_number(effective, "effective batch") if called.accumulates else None,
+        )
         functools.update_wrapper(self, function)
-        self.__signature__ = call.public
+        self.__signature__ = called.public
 
     def __call__(self, *args: Any, **kwargs: Any) -> Returned:
         """Find the size, then run the function at it."""
-        arguments = self._call.bind(args, kwargs)
+        arguments = self._called.bind(args, kwargs)
         self.last_fit = None
         if Ranks.are_here():
             raise InvalidInputError(
-                f"{self._call.name} runs on several ranks, and one that runs out of memory in a probing call leaves "
+                f"{self._called.name} runs on several ranks, and one that runs out of memory in a probing call leaves "
                 "the others waiting in a collective that nothing can end.",
                 remedy="torchrun ... -m batchwright fit train.py:workload, whose probes run in child ranks",
             )
         self.last_fit = found = self._find(arguments)
-        size, accumulation = found.micro_batch, 1
-        if found.plan is not None:
-            size, accumulation = found.plan.micro_batch, found.plan.accumulation
+        size = found.micro_batch
         assert size is not None, "a search that finds nothing raises"
-        self._say(f"running {self._call.name} at batch size {size:,}")
+        self._say(f"running {self._called.name} at batch size {size:,}")
         try:
-            return self._call.run(self._function, arguments, size, accumulation)
+            return self._called.run(arguments, size, self._sizes.accumulation(size))
         except Exception as error:
             if is_out_of_memory(error):
                 error.add_note(
@@ -156,28 +147,29 @@ class BatchSizeFinder(Generic[Returned]):
     def _find(self, arguments: dict[str, Any]) -> Fit:
         on = self._asked["on"] or next((name for name in present_devices() if name != "cpu"), "cpu")
         # As keywords of a partial, so that what the caller hands in is looked into as the function's own things are.
-        reached = list(held_objects(functools.partial(self._function, **arguments)).values())
+        reached = list(held_objects(functools.partial(self._called.function, **arguments)).values())
         held_bytes = live_bytes(reached)
         budget = open_budget(on, self._asked["memory"], margin=self._asked["margin"], held_bytes=held_bytes)
         calls = CutCalls(
-            self._call.name,
-            functools.partial(self._call.run, self._function, arguments),
+            self._called.name,
+            functools.partial(self._called.run, arguments),
             reached,
             device=open_limited(on, budget.probe_bytes, held_bytes=held_bytes),
         )
         series = self._search(calls)
         if series.micro_batch is None:
-            raise nothing_fits(series, budget, on)
+            too_small = max((trial.micro_batch for trial in series.trials if trial.is_too_small), default=None)
+            raise nothing_fits(series, budget, on, notes=[] if too_small is None else self._sizes.notes(too_small))
         notes = [*budget.notes, *calls.notes(series.micro_batch)]
         chosen = None
-        if self._effective is not None:
-            chosen, costs = keep_effective_batch(self._effective, series.micro_batch)
-            notes += costs
+        if self._sizes.effective is not None:
+            chosen, kept = keep_effective_batch(self._sizes.effective, series.micro_batch)
+            notes += [*kept, *self._sizes.notes(series.micro_batch)]
         return Fit(
-            name=self._call.name,
+            name=self._called.name,
             on=on,
             micro_batch=series.micro_batch,
-            limit=self._cap.size,
+            limit=self._sizes.cap.size,
             limit_bytes=budget.limit_bytes,
             trials=series.trials,
             next_size=series.next_size,
@@ -189,77 +181,23 @@ class BatchSizeFinder(Generic[Returned]):
 
     def _search(self, calls: CutCalls) -> Series:
         def probe(size: int) -> Outcome:
-            whole = self._effective
-            return calls.probe(size, accumulation=1 if whole is None else plan(whole, micro_batch=size).accumulation)
+            return calls.probe(size, accumulation=self._sizes.accumulation(size))
 
-        search = by_doubling(self._cap.size, start=min(self._start, self._cap.size))
+        search = self._sizes.search(start=self._start)
         try:
             with cheap_collections():
-                return run_series(search, probe, cap=self._cap, max_trials=self._max_trials, say=self._say)
+                series = run_series(search, probe, cap=self._sizes.largest, max_trials=self._max_trials, say=self._say)
         except Exception as error:
             if not isinstance(error, InvalidInputError):
                 error.add_note(calls.last_words())
             raise
+        return self._sizes.concluded(series)
 
     def _read_cap(self, limit: int | None) -> Cap:
-        size = max(_LARGEST_SIZE, self._start)
-        cap = Cap(size, f"{size:,} is the largest size that is tried; limit= sets another")
         if limit is not None:
-            cap = Cap(whole_number(limit, "limit"), f"the limit is {limit:,}")
-        if self._effective is not None and self._effective < cap.size:
-            cap = Cap(self._effective, f"the effective batch is {self._effective:,}")
-        return cap
-
-
-@dataclass(frozen=True)
-class _Call:
-    """How a function is called: by the size, by `accumulation` if it has that, and by what its callers hand in."""
-
-    name: str
-    full: inspect.Signature
-    public: inspect.Signature
-    size_name: str
-    accumulates: bool
-
-    @staticmethod
-    def read(function: Callable[..., Any]) -> _Call:
-        name = getattr(function, "__name__", type(function).__name__)
-        if not callable(function):
-            raise InvalidInputError(f"find_batch_size decorates a function; received {shortened(function)}.")
-        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-            raise InvalidInputError(f"{name} does not run when it is called: find_batch_size takes plain functions.")
-        full = inspect.signature(function)
-        first = next(iter(full.parameters.values()), None)
-        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        if first is None or first.kind not in by_position or first.name in ("self", "accumulation"):
-            raise InvalidInputError(
-                f"the first parameter of {name} must be the batch size; its signature is {name}{full}.",
-                remedy=f"def {name}(batch_size, ...), a function rather than a method",
-            )
-        accumulates = "accumulation" in full.parameters
-        others = [p for p in full.parameters.values() if p.name not in (first.name, "accumulation")]
-        return _Call(name, full, full.replace(parameters=others), first.name, accumulates)
-
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the caller's arguments by name, or say how to call."""
-        try:
-            return dict(self.public.bind(*args, **kwargs).arguments)
-        except TypeError as error:
-            given = [self.size_name, *(["accumulation"] if self.accumulates else [])]
-            shown = ", ".join(str(p).split(":")[0].strip() for p in self.public.parameters.values())
-            raise WrongCallError(
-                f"{self.name} was called with arguments that do not fit: {error}.",
-                details=[f"callers leave out {' and '.join(given)}, which the decorator passes"],
-                remedy=f"{self.name}({shown})",
-            ) from None
-
-    def run(self, function: Callable[..., Returned], given: dict[str, Any], size: int, accumulation: int) -> Returned:
-        values = {**given, self.size_name: size}
-        if self.accumulates:
-            values["accumulation"] = accumulation
-        ordered = {name: values[name] for name in self.full.parameters if name in values}
-        bound = inspect.BoundArguments(self.full, OrderedDict(ordered))
-        return function(*bound.args, **bound.kwargs)
+            return Cap(whole_number(limit, "limit"), f"the limit is {limit:,}")
+        size = max(_LARGEST_SIZE, self._start)
+        return Cap(size, f"{size:,} is the largest size that is tried; limit= sets another")
 
 
 def keep_effective_batch(effective: int, found: int) -> tuple[Plan, list[str]]:
@@ -269,7 +207,7 @@ def keep_effective_batch(effective: int, found: int) -> tuple[Plan, list[str]]:
     Plan(micro_batch=64, accumulation=4, devices=1, effective_batch=256)
     """
     most = min(found, effective)
-    size = next(size for size in range(most, 0, -1) if effective % size == 0)
+    size = largest_divisor(effective, at_most=most)
     chosen, nearby = plan(effective, micro_batch=size), plan(effective, micro_batch=most)
     note = f"micro-batch {size:,} x accumulation {chosen.accumulation:,} keeps the effective batch at {effective:,}"
     notes = [note if size == most else f"{note}; {most:,} would fit, but does not divide it"]
@@ -281,13 +219,13 @@ def keep_effective_batch(effective: int, found: int) -> tuple[Plan, list[str]]:
     return chosen, notes
 
 
-def nothing_fits(series: Series, budget: Budget, on: str) -> NothingFitsError:
+def nothing_fits(series: Series, budget: Budget, on: str, *, notes: Sequence[str] = ()) -> NothingFitsError:
     """Return the error that says so, with what was tried."""
     smallest = min(series.trials, key=lambda trial: (trial.is_too_small, trial.micro_batch))
     within = "" if budget.probe_bytes is None else f" ({format_bytes(budget.probe_bytes)})"
     tried = ", ".join(f"{trial.micro_batch:,}" for trial in series.trials)
     return NothingFitsError(
         f"micro-batch {smallest.micro_batch:,} does not fit on {on}{within}.",
-        details=[f"tried {tried}; the smallest said: {smallest.error}"],
+        details=[f"tried {tried}; the smallest said: {smallest.error}", *notes],
         remedy="more memory, a smaller model, or an optimizer that keeps less state",
     )

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
 from batchwright.fitting.budget import Budget, open_budget
-from batchwright.fitting.fit_shapes import LARGEST_MICRO_BATCH, Question, fit_shapes
+from batchwright.fitting.fit_shapes import LARGEST_MICRO_BATCH, fit_shapes
 from batchwright.fitting.job import Job, part_to_probe
 from batchwright.fitting.kept_state import kept
 from batchwright.fitting.longest import longest_first
 from batchwright.fitting.probers import InChild, InProcess, PlainStep
+from batchwright.fitting.question import Question
 from batchwright.fitting.ranks import AcrossRanks, Ranks
 from batchwright.fitting.recalled import AnswerBook
-from batchwright.fitting.scale_table import ScaleTable
 from batchwright.fitting.shapes import every_shape
 from batchwright.fitting.work import Work, read_work
 from batchwright.memory.tracing import check_batches
@@ -76,15 +76,14 @@ def fit(
     """
     say = progress or (lambda _: None)
     asked = read_work(work)
-    question = Question(
-        limit=None if limit is None else whole_number(limit, "limit"),
-        start=None if start is None else whole_number(start, "start"),
-        scale=None if scale is None else ScaleTable.parse(scale),
+    question = Question.read(
+        limit=limit,
+        start=start,
+        scale=scale,
         powers_of_two=powers_of_two,
-        max_trials=None if max_trials is None else whole_number(max_trials, "max trials"),
+        max_trials=max_trials,
         shapes=every_shape(asked, shapes or {}),
     )
-    _check(question)
     whole_number(accumulation, "accumulation")
     if asked.step is not None:
         if evaluate or isolate:
@@ -143,15 +142,6 @@ class Ask:
             return found
         self.say("now the size for evaluation")
         return replace(found, evaluation=run(replace(job, only_evaluate=True)))
-
-
-def _check(question: Question) -> None:
-    if question.scale is not None and question.limit is None:
-        raise InvalidInputError("scale is a share of limit, and no limit was given.", remedy="--limit 64")
-    if question.scale is not None and (question.start is not None or question.powers_of_two):
-        raise InvalidInputError("scale computes the start, so start and powers of two are left out.")
-    if question.start is not None and question.limit is not None and question.start > question.limit:
-        raise InvalidInputError(f"start {question.start:,} is above limit {question.limit:,}.")
 
 
 def _here(ask: Ask) -> Fit:

@@ -3,57 +3,40 @@
 Promises:
 - each shape is searched independently; what one taught about the difference between prediction and run only warms the
   start of the next;
-- a shape at which nothing fits is a row of the table, and an error only where no shape fits.
+- a shape at which nothing fits is a row of the table, and an error only where no shape fits;
+- whatever ends the search early carries a note of the shapes that were finished.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from batchwright.errors import NothingFitsError, StepFailedError
+from batchwright.errors import StepFailedError
 from batchwright.fitting.forecast import Forecast
 from batchwright.fitting.isolated import CRASHED
-from batchwright.fitting.result import Fit, limited_peak
+from batchwright.fitting.nothing_fits import Refusal, nothing_fits, refuse
+from batchwright.fitting.result import Fit, limited_peak, name_shape
 from batchwright.fitting.search import by_doubling, by_growing, by_peaks, by_powers_of_two, by_prediction
 from batchwright.fitting.series import Cap, Series, cheap_collections, run_series
-from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from batchwright.fitting.budget import Budget
     from batchwright.fitting.probers import Prober
+    from batchwright.fitting.question import Question
     from batchwright.fitting.recalled import AnswerBook
-    from batchwright.fitting.scale_table import ScaleTable
     from batchwright.fitting.search import Seen
     from batchwright.workload import Workload
 
 # Beyond this the question is no longer one of memory.
 LARGEST_MICRO_BATCH = 2**20
-# Two runs of one step were seen to differ by 0.3 MiB.
+# Two runs of one step were seen to differ by 0.3 MiB: one above, one below the middle. A rise must be clearly more.
+_RESOLUTION_BYTES = 2**19
 _NOISE_BYTES = 2**20
-_MAX_TRIALS, _MAX_TRIALS_FROM_A_START = 40, 5
-
-
-@dataclass(frozen=True)
-class Question:
-    """What was asked: the shapes, and how to search at each."""
-
-    limit: int | None = None
-    start: int | None = None
-    scale: ScaleTable | None = None
-    powers_of_two: bool = False
-    max_trials: int | None = None
-    shapes: tuple[dict[str, Any], ...] = ({},)
-
-    @property
-    def trials(self) -> int:
-        """How many probes a series may run."""
-        if self.max_trials is not None:
-            return self.max_trials
-        return _MAX_TRIALS_FROM_A_START if self.start is not None or self.scale is not None else _MAX_TRIALS
 
 
 def fit_shapes(
@@ -72,22 +55,39 @@ def fit_shapes(
     forecast = Forecast(traceable, budget.probe_bytes, accumulation=accumulation, clip_norm=clip_norm, say=say)
     cap = _cap(traceable, question)
     fits: list[Fit] = []
-    with cheap_collections():
+    refusals: list[Refusal] = []
+    with cheap_collections(), _finished_ones_told(fits):
         for shape in question.shapes:
             if len(question.shapes) > 1:
-                say(f"shape {', '.join(f'{name}={value}' for name, value in shape.items())}")
+                say(f"shape {name_shape(shape)}")
             forecast.turn_to(shape)
-            fits.append(_fit_shape(shape, question, cap, prober, budget, forecast, name=name, say=say, book=book))
-    if len(fits) == 1:
-        return fits[0]
+            found = _fit_shape(shape, question, cap, prober, budget, forecast, name=name, say=say, book=book)
+            if found.micro_batch is None:
+                refusals.append(refuse(found, forecast))
+            fits.append(found)
     fitting = [found for found in fits if found.micro_batch is not None]
     if not fitting:
-        raise NothingFitsError(
-            f"micro-batch 1 fits on {prober.on} at none of the {len(fits)} shapes{_within(budget)}.",
-            remedy="a smaller shape, or more memory",
-        )
+        raise nothing_fits(refusals, on=prober.on, budget=budget)
+    if len(fits) == 1:
+        return fits[0]
     smallest = min(fitting, key=lambda found: found.micro_batch or 0)
     return replace(smallest, shapes=tuple(fits))
+
+
+@contextmanager
+def _finished_ones_told(fits: Sequence[Fit]) -> Iterator[None]:
+    """Have an error, or an interrupt, say what was found before it: finding it took minutes."""
+    try:
+        yield
+    except BaseException as error:
+        answers = (
+            f"{'nothing fits' if found.micro_batch is None else f'micro-batch {found.micro_batch:,} fits'} "
+            f"at {name_shape(found.shape)}"
+            for found in fits
+        )
+        if fits:
+            error.add_note(f"found before that: {'; '.join(answers)}")
+        raise
 
 
 def _fit_shape(
@@ -120,8 +120,6 @@ def _fit_shape(
         raise StepFailedError(
             f"{crashed[-1].traceback}\n{crashed[-1].error}, at micro-batch {crashed[-1].micro_batch:,}"
         )
-    if series.micro_batch is None and len(question.shapes) == 1:
-        raise _nothing_fits(series, budget, forecast, prober.on)
     found = Fit(
         name=name,
         on=prober.on,
@@ -165,7 +163,8 @@ def _search(
         return by_growing(question.start, cap.size)
     limit = budget.probe_bytes
     if limit is not None and forecast.is_possible(shape):
-        return by_prediction(cap.size, limit, forecast.peak, allowance=forecast.allowance)
+        resolution = _RESOLUTION_BYTES if budget.is_host else 0
+        return by_prediction(cap.size, limit, forecast.peak, allowance=forecast.allowance, resolution=resolution)
     # Where nobody set a budget, a limit that far out is no help: a step that merely raises moves no peak at all.
     if limit is not None and budget.is_tight:
         return by_peaks(cap.size, limit, noise=_NOISE_BYTES)
@@ -180,24 +179,3 @@ def _cap(workload: Workload | None, question: Question) -> Cap:
     if data is not None and len(data) < cap.size:
         cap = Cap(len(data), f"the dataset holds {len(data):,} samples")
     return cap
-
-
-def _within(budget: Budget) -> str:
-    return "" if budget.probe_bytes is None else f" ({format_bytes(budget.probe_bytes)})"
-
-
-def _nothing_fits(series: Series, budget: Budget, forecast: Forecast, on: str) -> NothingFitsError:
-    smallest = min(series.trials, key=lambda trial: trial.micro_batch)
-    too_small = next((trial for trial in series.trials if trial.is_too_small), None)
-    tried = min((t for t in series.trials if not t.is_too_small), key=lambda trial: trial.micro_batch, default=smallest)
-    details = [f"tried {', '.join(f'{t.micro_batch:,}' for t in series.trials)}; the smallest said: {tried.error}"]
-    if too_small is not None:
-        details.append(f"micro-batch {too_small.micro_batch} is no way out: {too_small.error}")
-    details += forecast.parts_needed(tried.micro_batch)
-    if tried.doubt:
-        details.append(f"doubt: {tried.doubt}")
-    return NothingFitsError(
-        f"micro-batch {tried.micro_batch:,} does not fit on {on}{_within(budget)}.",
-        details=details,
-        remedy=forecast.remedy() or "more memory, a smaller model or shape, or an optimizer that keeps less state",
-    )

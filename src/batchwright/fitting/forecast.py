@@ -70,6 +70,11 @@ class Forecast:
             return False
         return True
 
+    @property
+    def is_known(self) -> bool:
+        """Whether something of this shape has been predicted."""
+        return bool(self._seen)
+
     def peak(self, micro_batch: int) -> int:
         """Predicted bytes at a size."""
         return self._broken_down(micro_batch).peak_bytes

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from functools import partial
@@ -31,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from batchwright.errors import InvalidInputError
 from batchwright.fitting.kept_tensor import KeptTensor, Spans, loaded_again, turn_into
+from batchwright.fitting.random_state import put_back_of_generator, random_sources
 from batchwright.units import counted, shortened
 
 if TYPE_CHECKING:
@@ -69,7 +69,10 @@ class KeptState:
         self._spans: Spans = {}
         self._words: dict[int, str] = {}
         self._owner = "the random state"
-        self._random_words = self._keep_random_state(accelerator)
+        sources = random_sources(accelerator)
+        for put_back in sources.values():
+            self._later(put_back)
+        self._random_words = f"random state of {', '.join(sources)}"
         for thing in objects:
             self.keep(thing)
 
@@ -86,7 +89,7 @@ class KeptState:
             raise InvalidInputError(f"what a probe gives back must be {_ACCEPTED}; received {shortened(thing)}.")
         self._owner = type(thing).__name__
         with torch.inference_mode(mode=False), torch.no_grad():
-            if _is_walked(thing) or _random_state(thing):
+            if _is_walked(thing) or put_back_of_generator(thing):
                 self._walk(thing)
             else:
                 self._later(loaded_again(thing.load_state_dict, thing.state_dict()))
@@ -135,23 +138,6 @@ class KeptState:
     def _later(self, put_back: Callable[..., object], *arguments: Any) -> None:
         self._put_backs.append((self._owner, partial(put_back, *arguments)))
 
-    def _keep_random_state(self, accelerator: torch.device | None) -> str:
-        self._later(torch.set_rng_state, torch.get_rng_state())
-        self._later(random.setstate, random.getstate())
-        sources = ["torch", "Python"]
-        # Looked up, not imported: a program without numpy has no state of numpy's to keep.
-        numpy_random = sys.modules.get("numpy.random")
-        if numpy_random is not None:
-            self._later(numpy_random.set_state, numpy_random.get_state(legacy=False))
-            sources.append("numpy")
-        if accelerator is not None and accelerator.type != "cpu":
-            module = torch.get_device_module(accelerator)
-            # MPS is one device, and its functions took no argument in earlier versions.
-            where = () if accelerator.type == "mps" else (accelerator,)
-            self._later(module.set_rng_state, module.get_rng_state(*where), *where)
-            sources.append(str(accelerator))
-        return f"random state of {', '.join(sources)}"
-
     def _walk(self, value: Any) -> None:
         """Keep what can change in place: the value itself, and what it leads to."""
         if type(value) in _UNCHANGING or id(value) in self._met:
@@ -177,7 +163,7 @@ class KeptState:
                 self._later(numpy.copyto, value, value.copy())
         elif _is_walked(value):
             self._keep_attributes(value)
-        elif put_back := _random_state(value):
+        elif put_back := put_back_of_generator(value):
             self._later(put_back)
 
     def _keep_attributes(self, thing: Any) -> None:
@@ -196,6 +182,7 @@ class KeptState:
 def kept(objects: Iterable[Any] = (), *, accelerator: torch.device | None = None) -> Iterator[KeptState]:
     """Put objects and random state back on the way out, whatever happened inside.
 
+    >>> import random
     >>> with kept() as state:
     ...     first = random.random()
     >>> random.random() == first
@@ -214,6 +201,7 @@ def kept(objects: Iterable[Any] = (), *, accelerator: torch.device | None = None
 def can_be_kept(thing: Any) -> bool:
     """Whether `KeptState` knows how to put this back.
 
+    >>> import random
     >>> can_be_kept(random.Random(0)), can_be_kept(nn.Linear), can_be_kept("weights.pt")
     (True, False, False)
     """
@@ -221,7 +209,7 @@ def can_be_kept(thing: Any) -> bool:
         return False
     # Asked of the class: an object that makes up attributes as they are read would say yes to anything.
     has_state = all(callable(getattr(type(thing), name, None)) for name in ("state_dict", "load_state_dict"))
-    return has_state or _is_walked(thing) or _random_state(thing) is not None
+    return has_state or _is_walked(thing) or put_back_of_generator(thing) is not None
 
 
 def _is_walked(thing: Any) -> bool:
@@ -234,22 +222,7 @@ def _words_for(thing: Any) -> str:
     if isinstance(thing, nn.Module):
         tensors = {id(tensor) for tensor in (*thing.parameters(), *thing.buffers())}
         return f"weights and buffers of {name} ({counted(len(tensors), 'tensor')})"
-    return f"random state of a {name}" if _random_state(thing) else f"state of {name}"
-
-
-def _random_state(thing: Any) -> Callable[[], object] | None:
-    """Return what puts a random generator back to where it is now; None for anything else."""
-    if isinstance(thing, torch.Generator):
-        return partial(thing.set_state, thing.get_state())
-    # The system's randomness has no state.
-    if isinstance(thing, random.Random) and not isinstance(thing, random.SystemRandom):
-        return partial(thing.setstate, thing.getstate())
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None and isinstance(thing, numpy_random.Generator):
-        return partial(setattr, thing.bit_generator, "state", thing.bit_generator.state)
-    if numpy_random is not None and isinstance(thing, numpy_random.RandomState):
-        return partial(thing.set_state, thing.get_state(legacy=False))
-    return None
+    return f"random state of a {name}" if put_back_of_generator(thing) else f"state of {name}"
 
 
 def _refill(container: Any, before: Any) -> None:

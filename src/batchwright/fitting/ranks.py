@@ -22,11 +22,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from batchwright.device.outcome import Outcome
-from batchwright.device.peak_bytes import PeakBytes
 from batchwright.errors import BatchwrightError, StepFailedError
-from batchwright.fitting.isolated import STOPPED, probe_in_child
+from batchwright.fitting.isolated import probe_in_child
 from batchwright.fitting.job import Job, Rendezvous
 from batchwright.fitting.result import Restored
+from batchwright.fitting.verdict_of_ranks import verdict_of
 from batchwright.users_code import users_traceback_text
 
 if TYPE_CHECKING:
@@ -185,35 +185,6 @@ class Ranks:
             return bool(self.store.check([key]))
         except RuntimeError as error:
             raise BatchwrightError("rank 0, which leads the search, is gone.", details=[str(error)[:200]]) from None
-
-
-def verdict_of(outcomes: Sequence[Outcome]) -> Outcome:
-    """Join the outcomes of all ranks: one that does not fit speaks for all; where all fit, the largest peak.
-
-    >>> fits = Outcome(8, {}, "fits", PeakBytes(device=10), seconds=1.0, step_seconds=0.5)
-    >>> cut_off = Outcome(8, {}, "failed", None, seconds=2.0, rule="stopped")
-    >>> verdict_of([fits, cut_off, Outcome(8, {}, "out_of_memory", None, seconds=2.0)]).verdict
-    'out_of_memory'
-    """
-    # The rank that ran out of memory pulls the others down with it: their failures are consequences. Where nobody
-    # ran out, the first to fail is the cause.
-    for verdict in ("out_of_memory", "failed"):
-        bad = [outcome for outcome in outcomes if outcome.verdict == verdict and outcome.rule != STOPPED]
-        if bad:
-            return min(bad, key=lambda outcome: outcome.seconds)
-    slowest = max(outcomes, key=lambda outcome: outcome.step_seconds or 0.0)
-    return replace(slowest, peak_bytes=_largest([outcome.peak_bytes for outcome in outcomes]))
-
-
-def _largest(peaks: Sequence[PeakBytes | None]) -> PeakBytes | None:
-    known = [peak for peak in peaks if peak is not None]
-    if not known:
-        return None
-
-    def most(kind: str) -> int | None:
-        return max((value for peak in known if (value := getattr(peak, kind)) is not None), default=None)
-
-    return PeakBytes(most("allocated"), most("reserved"), most("device"))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.console import RenderableType
 
     from batchwright.device.outcome import Outcome
@@ -141,6 +143,15 @@ class Fit:
         from batchwright.report.html import table_to_html
 
         return table_to_html(summarize_fit(self), fit_columns(self), fit_remarks(self))
+
+
+def name_shape(shape: Mapping[str, Any]) -> str:
+    """Write a shape as it is typed.
+
+    >>> name_shape({"max_crops": 12, "seq_len": 512})
+    'max_crops=12 seq_len=512'
+    """
+    return " ".join(f"{name}={value}" for name, value in shape.items())
 
 
 def limited_peak(trial: Outcome) -> int | None:

@@ -7,7 +7,8 @@ Promises:
 - no size is tried twice, and none above the cap;
 - a wrong prediction costs probes, never a wrong answer;
 - steps that merely say yes or no: doubling, then halving of the gap;
-- steps whose peak is known: on a line a + b n four probes at most.
+- steps whose peak is known: on a line a + b n four probes at most; sizes that lie closer together than two runs of one
+  size do are worth no fifth.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ Search = "Generator[int, Seen, None]"
 
 # The flat start of a peak is crossed in such strides.
 _STRIDE = 16
+# So many probes find a line's end where runs of one size do not differ.
+_ENOUGH_PROBES = 4
 
 
 @dataclass
@@ -188,32 +191,44 @@ def _line(peaks: dict[int, int], noise: int) -> tuple[int, int] | None:
     return (below, largest) if below and peaks[largest] > peaks[below] + noise else None
 
 
-def by_prediction(cap: int, limit: int, predict: Callable[[int], int], *, allowance: int) -> Generator[int, Seen, None]:
+def by_prediction(
+    cap: int, limit: int, predict: Callable[[int], int], *, allowance: int, resolution: int = 0
+) -> Generator[int, Seen, None]:
     """Try where a predicted curve meets the limit; what a real probe takes beyond the curve corrects the next guess.
 
     `allowance` is a first guess of what a run takes beyond the prediction: stacks of threads, what kernels keep. It is
     corrected in bytes, not in samples: a sample may be a KiB, and two runs of one size differ by hundreds of them.
+    `resolution` is how many bytes they may differ by: after four probes a narrower gap is left as it is.
     """
     bounds = Bounds(cap)
     curve = Curve(predict, cap=cap)
     extra = allowance
     correction = max(limit // 256, 2**18)
-    num_outside = 0
+    num_outside = num_probes = 0
+    is_measured = False
     while not bounds.is_closed:
+        is_narrow = bounds.low and bounds.has_failed and curve.peak(bounds.high) - curve.peak(bounds.low) <= resolution
+        if is_narrow and num_probes >= _ENOUGH_PROBES:
+            return
         guess = curve.largest_within(limit - extra)
         if bounds.low < guess < bounds.high:
             size, num_outside = guess, 0
         else:
             # What was seen refutes the curve here: beside the size that fits, then in the middle of the gap.
             size = _beside(bounds, num_outside)
+            if num_outside == 0 and bounds.low:
+                # Not the very next size: one that two runs could not tell from it would prove nothing.
+                size = bounds.inside(max(size, curve.largest_within(curve.peak(bounds.low) + resolution)))
             num_outside += 1
         seen = yield size
+        num_probes += 1
         bounds.learn(seen)
         if seen.fits and seen.peak is not None:
-            extra = seen.peak - curve.peak(size)
+            extra, is_measured = seen.peak - curve.peak(size), True
         elif not seen.fits:
             # It took more than the rest of the limit: so much at least, and a correction that grows with each miss.
-            extra = max(extra, limit - curve.peak(size)) + correction
+            # Where a probe has told what it takes beyond the curve, runs differ by the resolution and no more.
+            extra = max(extra, limit - curve.peak(size)) + (resolution if is_measured and resolution else correction)
             correction *= 4
 
 
@@ -221,5 +236,6 @@ def _beside(bounds: Bounds, num_outside: int) -> int:
     if bounds.low == 0:
         return bounds.inside(bounds.high // 4 if bounds.has_failed else 1)
     if num_outside == 0 or not bounds.has_failed:
-        return bounds.inside(bounds.low + 2**num_outside)
+        # The first size too many may still fit by a hair; the second then rarely does.
+        return bounds.inside(bounds.low + 2 ** max(0, num_outside - 1))
     return bounds.middle()

@@ -112,6 +112,10 @@ def _concluded(trials: list[Outcome], cap: Cap, *, unfinished: bool, max_trials:
         return Series(tuple(trials), answer, NextSize(above, None, f"not tried: {why}"), why)
     reason = f"micro-batch {smallest_failure:,} ran out of memory"
     told = f"{reason}: {failed.rule}" if failed.rule else reason
+    if above < smallest_failure:
+        # The search saw that the gap is narrower than its readings are exact.
+        between = f"micro-batch {above:,}" + (f" to {smallest_failure - 1:,}" if above + 1 < smallest_failure else "")
+        told += f" ({between} not tried: they differ from it by less than two runs of one size do)"
     return Series(tuple(trials), answer, NextSize(smallest_failure, "out_of_memory", told), reason)
 
 

@@ -3,12 +3,14 @@
 Promises:
 - accumulation is the fewest micro-batches that fit, whatever the policy;
 - no micro-batch exceeds the cap, and any two differ by at most one sample;
-- every answer is a closed formula: the cost does not grow with the batch.
+- every answer but a divisor is a closed formula: the cost does not grow with the batch;
+- a divisor takes no more trials than half the cap, or half the root of the number where that is less.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, get_args
 
 from batchwright.errors import InvalidInputError
@@ -100,21 +102,39 @@ class Split:
         return steps * small + max(0, steps - (self.accumulation - num_large))
 
 
-# A divisor is looked for among this many sizes below the cap; a much smaller one would be of no use anyway.
-_NEARBY_SIZES = 4096
+def divisors(number: int, *, at_most: int) -> list[int]:
+    """List the divisors of a number within a cap, smallest first.
+
+    >>> divisors(360, at_most=20)
+    [1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 15, 18, 20]
+    """
+    found = {1}
+    for prime in _prime_factors(number, at_most=at_most):
+        found |= {size * prime for size in found if size * prime <= at_most}
+    return sorted(found)
 
 
-def largest_divisor(number: int, *, at_most: int) -> int | None:
-    """Return the largest divisor of a number within a cap, or None where there is none near it.
+def largest_divisor(number: int, *, at_most: int) -> int:
+    """Return the largest divisor of a number within a cap.
 
     >>> largest_divisor(256, at_most=48), largest_divisor(7, at_most=3)
     (32, 1)
     """
-    cap = min(number, at_most)
-    for size in range(cap, max(0, cap - _NEARBY_SIZES), -1):
-        if number % size == 0:
-            return size
-    return None
+    return divisors(number, at_most=at_most)[-1]
+
+
+def _prime_factors(number: int, *, at_most: int) -> Iterator[int]:
+    """Yield the prime factors within a cap, each as often as it occurs."""
+    rest = number
+    # No divisor within the cap has a prime factor above it, so a small cap makes huge numbers cheap.
+    for factor in chain((2,), range(3, at_most + 1, 2)):
+        if factor * factor > rest:
+            break
+        while rest % factor == 0:
+            rest //= factor
+            yield factor
+    if 1 < rest <= at_most:
+        yield rest
 
 
 def least_accumulation(effective_batch: int, *, max_micro_batch: int, devices: int) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from batchwright.fitting.result import name_shape
 from batchwright.report.plan_text import summarize_plan
 from batchwright.report.tables import table_lines
 from batchwright.units import counted, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from typing import Any
 
     from rich.console import RenderableType
@@ -68,15 +69,6 @@ def draw_fit(fit: Fit) -> RenderableType:
     ]
     remarks = (Text(remark) for remark in fit_remarks(fit))
     return Group(Text(summarize_fit(fit), style="bold"), Text(), *lines, Text(), *remarks)
-
-
-def name_shape(shape: Mapping[str, Any]) -> str:
-    """Write a shape as it is typed.
-
-    >>> name_shape({"max_crops": 12, "seq_len": 512})
-    'max_crops=12 seq_len=512'
-    """
-    return " ".join(f"{name}={value}" for name, value in shape.items())
 
 
 def _asked(fit: Fit) -> str:
