@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchwright.device.device import open_device, open_limited
-from batchwright.device.limited_host import live_bytes
+from batchwright.device.limited_host import clear_kernel_buffers, live_bytes
+from batchwright.device.process_memory import give_back
 from batchwright.device.step import build_model, build_optimizers
 from batchwright.fitting.first_costs import FirstCosts
 from batchwright.fitting.held_objects import held_objects
@@ -121,8 +122,10 @@ class InProcess:
         return Restored(self._state.covered, (*self._not_kept, _BEYOND_REACH))
 
     def give_back(self) -> None:
-        """Put everything back once more: predictions call the user's functions too."""
+        """Put everything back once more: predictions call the user's functions too. Free memory goes to the system."""
         self._state.restore()
+        clear_kernel_buffers()
+        give_back()
 
 
 class PlainStep:

@@ -205,37 +205,44 @@ def by_prediction(
     extra = allowance
     correction = max(limit // 256, 2**18)
     num_outside = num_probes = 0
-    is_measured = False
     while not bounds.is_closed:
-        is_narrow = bounds.low and bounds.has_failed and curve.peak(bounds.high) - curve.peak(bounds.low) <= resolution
-        if is_narrow and num_probes >= _ENOUGH_PROBES:
-            return
+        if num_probes >= _ENOUGH_PROBES and bounds.low and bounds.has_failed:
+            gap = curve.peak(bounds.high) - curve.peak(bounds.low)
+            if gap <= resolution:
+                return
         guess = curve.largest_within(limit - extra)
         if bounds.low < guess < bounds.high:
             size, num_outside = guess, 0
         else:
-            # What was seen refutes the curve here: beside the size that fits, then in the middle of the gap.
-            size = _beside(bounds, num_outside)
-            if num_outside == 0 and bounds.low:
-                # Not the very next size: one that two runs could not tell from it would prove nothing.
-                size = bounds.inside(max(size, curve.largest_within(curve.peak(bounds.low) + resolution)))
+            # What was seen refutes the curve here.
+            size = _outside(bounds, curve, guess, resolution, num_outside)
             num_outside += 1
         seen = yield size
         num_probes += 1
         bounds.learn(seen)
         if seen.fits and seen.peak is not None:
-            extra, is_measured = seen.peak - curve.peak(size), True
+            extra = seen.peak - curve.peak(size)
+            # What a run takes is known now, and two runs differ by the resolution.
+            correction = resolution or correction
         elif not seen.fits:
             # It took more than the rest of the limit: so much at least, and a correction that grows with each miss.
-            # Where a probe has told what it takes beyond the curve, runs differ by the resolution and no more.
-            extra = max(extra, limit - curve.peak(size)) + (resolution if is_measured and resolution else correction)
-            correction *= 4
+            extra = max(extra, limit - curve.peak(size)) + correction
+            correction *= 8
 
 
-def _beside(bounds: Bounds, num_outside: int) -> int:
+def _outside(bounds: Bounds, curve: Curve, guess: int, resolution: int, num_outside: int) -> int:
+    """Choose a size where the prediction lies outside of the gap: beside one of its ends, then in its middle."""
     if bounds.low == 0:
         return bounds.inside(bounds.high // 4 if bounds.has_failed else 1)
-    if num_outside == 0 or not bounds.has_failed:
+    # Not the very next size: one that two runs could not tell from it would prove nothing.
+    above_low = max(bounds.low + 1, curve.largest_within(curve.peak(bounds.low) + resolution))
+    if not bounds.has_failed:
         # The first size too many may still fit by a hair; the second then rarely does.
-        return bounds.inside(bounds.low + 2 ** max(0, num_outside - 1))
-    return bounds.middle()
+        return bounds.inside(above_low if num_outside < 2 else bounds.low + 2 ** (num_outside - 1))
+    if num_outside > 0:
+        return bounds.middle()
+    if guess >= bounds.high and resolution:
+        return bounds.inside(curve.largest_within(curve.peak(bounds.high) - resolution))
+    # A failure that has overdone the correction leaves a wide gap.
+    gap = curve.peak(bounds.high) - curve.peak(bounds.low)
+    return bounds.middle() if gap > 8 * resolution > 0 else bounds.inside(above_low)
