@@ -362,6 +362,9 @@ def print_summary(rows: Sequence[BudgetRow]) -> None:
     print("All cells:")
     print_table(table)
     peers = {name: total for name, total in reaching.items() if name not in (OURS_LIVE, OURS_TARGET)}
+    if len(table) <= 3:
+        print("\nNo peer has run.")
+        return
     print(f"\nPeers that reach {NEAR_ENOUGH} on every cell: {', '.join(peers) or 'none does'}.")
     if not peers:
         return
