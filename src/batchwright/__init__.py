@@ -14,10 +14,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from batchwright import integrations as integrations
+    from batchwright.accumulate.accumulator import Accumulator
+    from batchwright.accumulate.audit_result import Audit
+    from batchwright.accumulate.cached_loss import CachedLoss
+    from batchwright.accumulate.loss_terms import LossTerm
     from batchwright.errors import BatchwrightError
     from batchwright.fitting.find_batch_size import find_batch_size
     from batchwright.fitting.fit import fit
     from batchwright.fitting.result import Fit
+    from batchwright.integrations.audit import audit
     from batchwright.memory.estimate import estimate
     from batchwright.memory.recommend import Recommendation, recommend
     from batchwright.memory.result import Estimate
@@ -29,15 +34,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Accumulator",
     "Advice",
+    "Audit",
     "BatchwrightError",
+    "CachedLoss",
     "ConfigCheck",
     "Estimate",
     "Fit",
+    "LossTerm",
     "Plan",
     "Recommendation",
     "Workload",
     "advise",
+    "audit",
     "check_config",
     "estimate",
     "find_batch_size",
@@ -47,15 +57,20 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Accumulator": "accumulate.accumulator",
     "Advice": "planning.advice",
+    "Audit": "accumulate.audit_result",
     "BatchwrightError": "errors",
+    "CachedLoss": "accumulate.cached_loss",
     "ConfigCheck": "planning.config_check",
     "Estimate": "memory.result",
     "Fit": "fitting.result",
+    "LossTerm": "accumulate.loss_terms",
     "Plan": "planning.plan",
     "Recommendation": "memory.recommend",
     "Workload": "workload",
     "advise": "planning.advice",
+    "audit": "integrations.audit",
     "check_config": "planning.config_check",
     "estimate": "memory.estimate",
     "find_batch_size": "fitting.find_batch_size",

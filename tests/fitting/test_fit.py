@@ -289,3 +289,25 @@ def test_a_step_that_ignores_its_size_is_doubted() -> None:
 def test_a_step_that_crashes_at_every_size_is_not_called_out_of_memory() -> None:
     with pytest.raises(StepFailedError, match="ended by SIGSEGV under its limit, at micro-batch 1"):
         bw.fit(f"{TARGETS}:crashing", memory=64 * MIB, start=1, limit=4, cache=False)
+
+
+@pytest.mark.parametrize("memory", [None, "2GiB"])
+@pytest.mark.parametrize("largest", [0, 1, 3, 37, 100])
+def test_a_workload_that_raises_above_a_size_is_searched_to_the_sample(largest: int, memory: str | None) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if len(batch) > largest:  # in a trace as well as in a run
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        squares: torch.Tensor = model(batch).square()
+        return squares.mean()
+
+    workload = bw.Workload(
+        model=lambda: nn.Linear(16, 1), batch=lambda n: torch.randn(n, 16), loss=loss, optimizer=torch.optim.SGD
+    )
+    if largest == 0:
+        with pytest.raises(bw.BatchwrightError, match="does not fit"):
+            bw.fit(workload, cache=False, memory=memory)
+        return
+    found = bw.fit(workload, cache=False, memory=memory)
+    assert found.micro_batch == largest
+    assert found.next_size is not None
+    assert (found.next_size.micro_batch, found.next_size.outcome) == (largest + 1, "out_of_memory")

@@ -15,9 +15,10 @@ import pytest
 from batchwright.device.outcome import Outcome
 from batchwright.device.peak_bytes import PeakBytes
 from batchwright.fitting import remembered as remembered_file
+from batchwright.fitting.predicted_search import by_prediction
 from batchwright.fitting.remembered import Answers, Remembered, from_remembered
 from batchwright.fitting.result import Fit, NextSize
-from batchwright.fitting.search import Seen, by_doubling, by_growing, by_peaks, by_powers_of_two, by_prediction
+from batchwright.fitting.search import Seen, by_doubling, by_growing, by_peaks, by_powers_of_two
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.fitting.search import Seen, by_doubling, by_growing, by_peaks, by_powers_of_two, by_prediction
+from batchwright.fitting.predicted_search import by_prediction
+from batchwright.fitting.search import Seen, by_doubling, by_growing, by_peaks, by_powers_of_two
 from tests.oracle.largest_size import largest_size
 
 if TYPE_CHECKING:
@@ -174,3 +175,28 @@ def test_sizes_closer_together_than_two_runs_are_left_alone(
     failing = min(size for size in tried if peaks[size] > limit)
     assert failing - fitting == 1 or (failing - fitting) * per_sample <= resolution
     assert len(tried) <= 6
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**7), st.integers(1, 3000), st.floats(1.2, 100))
+def test_a_step_that_merely_raises_is_searched_to_the_sample(
+    fixed: int, per_sample: int, largest: int, beyond: float
+) -> None:
+    # It raises long before the memory is used up, whatever its peak says.
+    limit = fixed + int(per_sample * (largest + 1) * beyond) + 40 * MIB
+
+    def predicted(n: int) -> int:
+        return fixed + per_sample * n
+
+    tried: list[int] = []
+    search = by_prediction(2**20, limit, predicted, allowance=40 * MIB, resolution=MIB // 2)
+    size = next(search, None)
+    while size is not None:
+        tried.append(size)
+        fits = size <= largest
+        try:
+            size = search.send(Seen(size, fits, predicted(size) if fits else None))
+        except StopIteration:
+            size = None
+    assert max((n for n in tried if n <= largest), default=0) == largest
+    assert largest + 1 in tried
+    assert len(tried) <= 40

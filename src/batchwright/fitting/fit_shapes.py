@@ -15,11 +15,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import StepFailedError
+from batchwright.fitting.fallback import or_else
 from batchwright.fitting.forecast import Forecast
 from batchwright.fitting.isolated import CRASHED
 from batchwright.fitting.nothing_fits import Refusal, nothing_fits, refuse
+from batchwright.fitting.predicted_search import by_prediction
 from batchwright.fitting.result import Fit, limited_peak, name_shape
-from batchwright.fitting.search import by_doubling, by_growing, by_peaks, by_powers_of_two, by_prediction
+from batchwright.fitting.search import by_doubling, by_growing, by_peaks, by_powers_of_two
 from batchwright.fitting.series import Cap, Series, cheap_collections, run_series
 
 if TYPE_CHECKING:
@@ -164,7 +166,13 @@ def _search(
     limit = budget.probe_bytes
     if limit is not None and forecast.is_possible(shape):
         resolution = _RESOLUTION_BYTES if budget.is_host else 0
-        return by_prediction(cap.size, limit, forecast.peak, allowance=forecast.allowance, resolution=resolution)
+        predicted = by_prediction(cap.size, limit, forecast.peak, allowance=forecast.allowance, resolution=resolution)
+        return or_else(predicted, lambda: _unpredicted(cap, budget))
+    return _unpredicted(cap, budget)
+
+
+def _unpredicted(cap: Cap, budget: Budget) -> Generator[int, Seen, None]:
+    limit = budget.probe_bytes
     # Where nobody set a budget, a limit that far out is no help: a step that merely raises moves no peak at all.
     if limit is not None and budget.is_tight:
         return by_peaks(cap.size, limit, noise=_NOISE_BYTES)

@@ -15,6 +15,7 @@ import torch
 from batchwright.device.out_of_memory import is_too_small
 from batchwright.errors import BatchwrightError
 from batchwright.fitting.curve import Curve
+from batchwright.fitting.fallback import CannotPredictError
 from batchwright.fitting.result import MemoryLine, limited_peak
 from batchwright.memory.breakdown import break_down
 from batchwright.memory.estimate import without_torchs_own_log
@@ -65,8 +66,7 @@ class Forecast:
         self._say("predicting from traces")
         try:
             self.peak(1)
-        except Exception:
-            # Whatever it is, a probe will say it better: it has real values and the user's own traceback.
+        except CannotPredictError:
             return False
         return True
 
@@ -76,14 +76,21 @@ class Forecast:
         return bool(self._seen)
 
     def peak(self, micro_batch: int) -> int:
-        """Predicted bytes at a size."""
-        return self._broken_down(micro_batch).peak_bytes
+        """Predicted bytes at a size; a trace that fails there is a `CannotPredictError`."""
+        try:
+            return self._broken_down(micro_batch).peak_bytes
+        except Exception as error:
+            # Whatever it is, a probe at that size will say it better: it has real values and the user's own traceback.
+            raise CannotPredictError(f"the trace failed at micro-batch {micro_batch:,}") from error
 
     def first_guess(self, cap: int) -> int | None:
         """The largest size that should fit by prediction alone; None where nothing can be said."""
         if self._limit_bytes is None or not self.is_possible(self._shape):
             return None
-        return Curve(self.peak, cap=cap).largest_within(self._limit_bytes - self.allowance) or None
+        try:
+            return Curve(self.peak, cap=cap).largest_within(self._limit_bytes - self.allowance) or None
+        except CannotPredictError:
+            return None
 
     def learn(self, trials: Sequence[Outcome]) -> None:
         """Take over what the largest size that fits took beyond its prediction."""
@@ -100,21 +107,35 @@ class Forecast:
         peaks = {t.micro_batch: peak for t in trials if t.fits and (peak := limited_peak(t)) is not None}
         if micro_batch is None or micro_batch not in peaks:
             return None
-        if self._seen and micro_batch > 1:
-            half = micro_batch // 2
-            slope, source = (self.peak(micro_batch) - self.peak(half)) / (micro_batch - half), "predicted"
-        elif below := [n for n in peaks if n < micro_batch]:
-            slope = (peaks[micro_batch] - peaks[max(below)]) / (micro_batch - max(below))
-            source = "measured"
-        else:
+        slope, source = self._slope(micro_batch), "predicted"
+        below = [n for n in peaks if n < micro_batch]
+        if slope is None and below:
+            slope, source = (peaks[micro_batch] - peaks[max(below)]) / (micro_batch - max(below)), "measured"
+        if slope is None:
             return None
         if slope <= 0:
             return None  # two readings that differ by noise alone
         return MemoryLine(round(peaks[micro_batch] - slope * micro_batch), round(slope), source)
 
+    def _slope(self, micro_batch: int) -> float | None:
+        half = micro_batch // 2
+        if not self._seen or half == 0:
+            return None
+        try:
+            return (self.peak(micro_batch) - self.peak(half)) / (micro_batch - half)
+        except CannotPredictError:
+            return None
+
+    def need(self, micro_batch: int) -> float:
+        """Predicted bytes at a size; infinite where they cannot be told."""
+        try:
+            return self.peak(micro_batch) if self.is_known else math.inf
+        except CannotPredictError:
+            return math.inf
+
     def parts_needed(self, micro_batch: int) -> list[str]:
         """Say what a size needs, by parts; nothing where it cannot be predicted."""
-        if not self._seen:
+        if self.need(micro_batch) == math.inf:
             return []
         needed = self._broken_down(micro_batch)
         parts = ", ".join(f"{part} {format_bytes(n)}" for part, n in sorted(needed.parts.items(), key=lambda p: -p[1]))

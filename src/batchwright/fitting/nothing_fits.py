@@ -48,7 +48,7 @@ def refuse(found: Fit, forecast: Forecast) -> Refusal:
     return Refusal(
         shape=name_shape(found.shape),
         micro_batch=tried.micro_batch,
-        need_bytes=forecast.peak(tried.micro_batch) if forecast.is_known else math.inf,
+        need_bytes=forecast.need(tried.micro_batch),
         details=(*details, *parts),
         remedy=forecast.remedy() or "more memory, a smaller model or shape, or an optimizer that keeps less state",
     )

@@ -7,8 +7,7 @@ Promises:
 - no size is tried twice, and none above the cap;
 - a wrong prediction costs probes, never a wrong answer;
 - steps that merely say yes or no: doubling, then halving of the gap;
-- steps whose peak is known: on a line a + b n four probes at most; sizes that lie closer together than two runs of one
-  size do are worth no fifth.
+- steps whose peak is known: on a line a + b n four probes at most.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from batchwright.fitting.curve import Curve
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Generator
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,6 @@ Search = "Generator[int, Seen, None]"
 
 # The flat start of a peak is crossed in such strides.
 _STRIDE = 16
-# So many probes find a line's end where runs of one size do not differ.
-_ENOUGH_PROBES = 4
 
 
 @dataclass
@@ -189,60 +184,3 @@ def _line(peaks: dict[int, int], noise: int) -> tuple[int, int] | None:
     largest = max(peaks, default=0)
     below = max((n for n in peaks if n < largest - largest // 64), default=0)
     return (below, largest) if below and peaks[largest] > peaks[below] + noise else None
-
-
-def by_prediction(
-    cap: int, limit: int, predict: Callable[[int], int], *, allowance: int, resolution: int = 0
-) -> Generator[int, Seen, None]:
-    """Try where a predicted curve meets the limit; what a real probe takes beyond the curve corrects the next guess.
-
-    `allowance` is a first guess of what a run takes beyond the prediction: stacks of threads, what kernels keep. It is
-    corrected in bytes, not in samples: a sample may be a KiB, and two runs of one size differ by hundreds of them.
-    `resolution` is how many bytes they may differ by: after four probes a narrower gap is left as it is.
-    """
-    bounds = Bounds(cap)
-    curve = Curve(predict, cap=cap)
-    extra = allowance
-    correction = max(limit // 256, 2**18)
-    num_outside = num_probes = 0
-    while not bounds.is_closed:
-        if num_probes >= _ENOUGH_PROBES and bounds.low and bounds.has_failed:
-            gap = curve.peak(bounds.high) - curve.peak(bounds.low)
-            if gap <= resolution:
-                return
-        guess = curve.largest_within(limit - extra)
-        if bounds.low < guess < bounds.high:
-            size, num_outside = guess, 0
-        else:
-            # What was seen refutes the curve here.
-            size = _outside(bounds, curve, guess, resolution, num_outside)
-            num_outside += 1
-        seen = yield size
-        num_probes += 1
-        bounds.learn(seen)
-        if seen.fits and seen.peak is not None:
-            extra = seen.peak - curve.peak(size)
-            # What a run takes is known now, and two runs differ by the resolution.
-            correction = resolution or correction
-        elif not seen.fits:
-            # It took more than the rest of the limit: so much at least, and a correction that grows with each miss.
-            extra = max(extra, limit - curve.peak(size)) + correction
-            correction *= 8
-
-
-def _outside(bounds: Bounds, curve: Curve, guess: int, resolution: int, num_outside: int) -> int:
-    """Choose a size where the prediction lies outside of the gap: beside one of its ends, then in its middle."""
-    if bounds.low == 0:
-        return bounds.inside(bounds.high // 4 if bounds.has_failed else 1)
-    # Not the very next size: one that two runs could not tell from it would prove nothing.
-    above_low = max(bounds.low + 1, curve.largest_within(curve.peak(bounds.low) + resolution))
-    if not bounds.has_failed:
-        # The first size too many may still fit by a hair; the second then rarely does.
-        return bounds.inside(above_low if num_outside < 2 else bounds.low + 2 ** (num_outside - 1))
-    if num_outside > 0:
-        return bounds.middle()
-    if guess >= bounds.high and resolution:
-        return bounds.inside(curve.largest_within(curve.peak(bounds.high) - resolution))
-    # A failure that has overdone the correction leaves a wide gap.
-    gap = curve.peak(bounds.high) - curve.peak(bounds.low)
-    return bounds.middle() if gap > 8 * resolution > 0 else bounds.inside(above_low)

@@ -115,14 +115,24 @@ class TrainerProbes:
         """Train two optimizer steps at one size."""
         device = open_limited(self.on, self.limit_bytes, held_bytes=self.held_bytes)
         steps = CountedSteps(self._accelerator)
+        samples: list[Any] | None = None
+        if self.num_samples is not None:
+            longest = list(itertools.islice(self._order or range(self.num_samples), size))
+            samples = Subset(self._trainer.train_dataset, longest * (2 * accumulation))  # type: ignore[assignment]
+        with self.prepared(size, accumulation, samples):
+            return device.watch(
+                lambda: run_until_second_step(self._trainer.train, steps),
+                micro_batch=size,
+                accumulation=accumulation,
+            )
+
+    @contextlib.contextmanager
+    def prepared(self, size: int, accumulation: int, samples: Any = None) -> Iterator[None]:
+        """Have the trainer ready for a run that nobody hears of, on these samples in this order, and put it back."""
         try:
             with self._quiet():
-                self._prepare(size, accumulation)
-                return device.watch(
-                    lambda: run_until_second_step(self._trainer.train, steps),
-                    micro_batch=size,
-                    accumulation=accumulation,
-                )
+                self._prepare(size, accumulation, samples)
+                yield
         finally:
             for found in self._found:
                 found.put_back()
@@ -135,8 +145,8 @@ class TrainerProbes:
         beyond = "files, connections and Python objects that a subclass of Trainer changes itself"
         return Restored(covered, (*self._not_kept, beyond))
 
-    def _prepare(self, size: int, accumulation: int) -> None:
-        """Give the trainer copies of what a run changes, and the n longest samples again and again."""
+    def _prepare(self, size: int, accumulation: int, samples: Any) -> None:
+        """Give the trainer copies of what a run changes, and the samples to run on."""
         trainer = self._trainer
         for name, value in vars(trainer).items():
             vars(trainer)[name] = _copied(value)
@@ -154,10 +164,8 @@ class TrainerProbes:
             callback for callback in self._callbacks() if type(callback).__name__ == "DefaultFlowCallback"
         ]
         trainer._memory_tracker = type(trainer._memory_tracker)(skip_memory_metrics=True)
-        if self.num_samples is not None:
-            longest = self._order or range(self.num_samples)
-            samples = list(itertools.islice(longest, size))
-            trainer.train_dataset = Subset(trainer.train_dataset, samples * (2 * accumulation))
+        if samples is not None:
+            trainer.train_dataset = samples
             trainer._get_train_sampler = lambda dataset=None: SequentialSampler(trainer.train_dataset)
 
     def _callbacks(self) -> list[Any]:

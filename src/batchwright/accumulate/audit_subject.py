@@ -1,0 +1,179 @@
+"""What is audited: a copy of the model, the samples, and the loop that accumulates over them.
+
+Promises:
+- every split is of the very same samples, in the same order;
+- with dropout replayed, each micro-batch draws the same numbers in the reference as in the loop.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from batchwright.accumulate.caught_window import catch_window, plain_window
+from batchwright.accumulate.checks import as_list, batch_norms
+from batchwright.accumulate.freezing import frozen_statistics
+from batchwright.accumulate.gradients import Gradient, combined
+from batchwright.accumulate.read_ahead import counted_micro_batch
+from batchwright.accumulate.without_dropout import kept_random_state, without_dropout
+from batchwright.device.batches import make_batch, move_batch
+from batchwright.device.cutting import cut
+from batchwright.device.step import build_model, build_optimizers
+from batchwright.units import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from batchwright.accumulate.caught_window import CaughtWindow
+    from batchwright.workload import Workload
+
+_CPU = torch.device("cpu")
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+class SeededMicroBatches(list[Any]):
+    """Micro-batches of which each sets the random numbers when it is taken."""
+
+    def __init__(self, micro_batches: Sequence[Any], first: int = 0) -> None:
+        super().__init__(micro_batches)
+        self._first = first
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(len(self)):
+            yield self[index]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int):
+            torch.manual_seed(self._first + index)
+        return super().__getitem__(index)
+
+
+class Subject:
+    """A workload made ready to be compared with itself."""
+
+    def __init__(
+        self, workload: Workload, num_samples: int, *, dtype: str, dropout: str, shape: dict[str, Any]
+    ) -> None:
+        self.dtype = dtype
+        self.notes: list[str] = []
+        self._workload = workload
+        self._replays = dropout == "replayed"
+        with kept_random_state():
+            torch.manual_seed(0)  # asked twice, it answers the same
+            given = workload.model
+            self.model = copy.deepcopy(given) if isinstance(given, nn.Module) else build_model(workload, _CPU)
+            narrow = {str(p.dtype).removeprefix("torch.") for p in self.model.parameters() if p.dtype in _NARROW}
+            self.model = self.model.to(_CPU, _DTYPES[dtype]).train()
+            self.model.zero_grad(set_to_none=True)
+            self._optimizers = build_optimizers(workload, self.model)
+            self._batch = _as_dtype(move_batch(make_batch(workload, num_samples, shape, _CPU), _CPU), _DTYPES[dtype])
+        if narrow:
+            self.notes.append(
+                f"the weights are {', '.join(sorted(narrow))}: a real run adds up gradients in 16 bits, which is not "
+                "judged here; Accumulator(precise=True) adds them up in fp32"
+            )
+        self._num_samples = num_samples
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether statistics are taken from each batch."""
+        return bool(batch_norms(self.model))
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Compare inside of this: dropout is off, random numbers and running statistics come back."""
+        with ExitStack() as stack:
+            stack.enter_context(kept_random_state())
+            if not self._replays:
+                off = stack.enter_context(without_dropout(self.model))
+                if off:
+                    self.notes.append(f"dropout was off ({counted(len(off), 'place')})")
+                self._look_for_randomness()
+            yield
+
+    def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
+        """Cut the samples into micro-batches; what the split does not need is left out."""
+        rest = self._num_samples - sum(sizes)
+        pieces = cut(self._batch, [*sizes, rest] if rest else list(sizes), self._workload.split)
+        return pieces[: len(sizes)]
+
+    def reference(self, sizes: Sequence[int]) -> Gradient:
+        """Return the gradient of one batch of all samples of a split."""
+        if self._replays:
+            return self._replayed(self.micro_batches(sizes))
+        return self.of_loss(self.micro_batches([sum(sizes)])[0])
+
+    def of_loss(self, batch: Any, seed: int = 0) -> Gradient:
+        """Return the gradient of the workload's loss on one batch."""
+        assert self._workload.loss is not None
+        torch.manual_seed(seed)
+        self.model.zero_grad(set_to_none=True)
+        with self._kept_buffers():
+            self._workload.loss(self.model, batch).backward()
+        gradient = Gradient.of(self.model)
+        self.model.zero_grad(set_to_none=True)
+        return gradient
+
+    def accumulated(self, micro_batches: Sequence[Any]) -> CaughtWindow:
+        """Return what the loop would step with."""
+        assert self._workload.loss is not None
+        window = self._workload.window or plain_window(self._workload.loss)
+        torch.manual_seed(0)
+        handed = SeededMicroBatches(micro_batches) if self._replays else list(micro_batches)
+        with self._kept_buffers():
+            caught = catch_window(window, self.model, as_list(self._optimizers), handed)
+        if caught.has_clipped and (told := "the loop clips; it was judged before its clipping") not in self.notes:
+            self.notes.append(told)
+        return caught
+
+    @contextmanager
+    def frozen_statistics(self) -> Iterator[None]:
+        """Have batch normalization use its running statistics."""
+        with frozen_statistics(self.model):
+            yield
+
+    def _replayed(self, micro_batches: Sequence[Any]) -> Gradient:
+        units = [self._units(micro_batch) for micro_batch in micro_batches]
+        gradients = [self.of_loss(micro_batch, seed) for seed, micro_batch in enumerate(micro_batches)]
+        return combined(gradients, [unit / sum(units) for unit in units])
+
+    def _units(self, micro_batch: Any) -> float:
+        return counted_micro_batch(micro_batch, self._workload.units).counts.units
+
+    def _look_for_randomness(self) -> None:
+        assert self._workload.loss is not None
+        with torch.no_grad(), self._kept_buffers():
+            losses = []
+            for seed in (0, 1):
+                torch.manual_seed(seed)
+                losses.append(float(self._workload.loss(self.model, self._batch)))
+        if losses[0] != losses[1]:
+            self.notes.append(
+                f"the loss is random even without dropout ({losses[0]:.6g}, then {losses[1]:.6g}): what differs may be "
+                "that, and dropout='replayed' replays it"
+            )
+
+    @contextmanager
+    def _kept_buffers(self) -> Iterator[None]:
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        try:
+            yield
+        finally:
+            for name, buffer in self.model.named_buffers():
+                if name in before:
+                    buffer.copy_(before[name])
+
+
+def _as_dtype(batch: Any, dtype: torch.dtype) -> Any:
+    """Return the batch with its fractions in the type of the model."""
+    from torch.utils._pytree import tree_map
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return {key: cast(value) for key, value in batch.items()} if hasattr(batch, "items") else tree_map(cast, batch)

@@ -1,0 +1,212 @@
+"""The end of a window, once and in this order: unscale, clip, step, scheduler, zero.
+
+Promises:
+- the gradient is corrected and clipped in one pass, in place, without a look at its values from the host;
+- an optimizer whose step is skipped by the scaler takes its scheduler with it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from batchwright.accumulate.wide_gradients import (
+    WideShares,
+    narrow_parameters,
+    round_once,
+    takes_wide_gradients,
+    widen,
+)
+from batchwright.accumulate.zero_backward import counting_nothing, zero_backward
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+
+class Boundary:
+    """What happens to gradients, weights and schedule when a window is full."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[nn.Parameter],
+        *,
+        clip_norm: float | None,
+        scaler: Any,
+        schedulers: Sequence[Any],
+        precise: bool,
+    ) -> None:
+        self.optimizers = list(optimizers)
+        self.parameters = list(parameters)
+        self._clip_norm = clip_norm
+        self._scaler = scaler
+        self._schedulers = schedulers
+        self._narrow = narrow_parameters(parameters) if precise else []
+        widen(self._narrow)
+        self._wide_shares = WideShares(parameters if self._narrow else [])
+        self._takes_wide = all(takes_wide_gradients(optimizer, self._narrow) for optimizer in optimizers)
+        self._num_stepped = 0
+        self._handles = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
+
+    def replace_optimizers(
+        self, optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter]
+    ) -> None:
+        """Step others from now on."""
+        for handle in self._handles:
+            handle.remove()
+        self.optimizers, self.parameters = list(optimizers), list(parameters)
+        self._takes_wide = all(takes_wide_gradients(optimizer, self._narrow) for optimizer in optimizers)
+        self._handles = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
+
+    def backward(self, losses: Sequence[torch.Tensor], shares: Sequence[float], *, keeps_step: bool) -> None:
+        """Add the gradient of each loss times its share; with `keeps_step` those of share 0 run too, and add zeros."""
+        pairs = list(zip(losses, shares, strict=True))
+        empty = [loss for loss, share in pairs if not share] if keeps_step else []
+        if not any(shares):
+            if empty:
+                zero_backward(_sum(empty))
+            return
+        with self._wide_shares.of(next(filter(None, shares))) as rest:
+            loss = _sum([loss * (share / rest) for loss, share in pairs if share])
+            if empty:
+                with counting_nothing(empty, beside=loss):
+                    self._scaled(_sum([loss, *empty])).backward()
+            else:
+                self._scaled(loss).backward()
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        if self._scaler is None:
+            return loss
+        scaled: torch.Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def _count(self, *_: Any) -> None:
+        self._num_stepped += 1
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients that are there, of sharded weights this rank's piece."""
+        return [_local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether anything has been added up."""
+        # The first mostly has one, and then a generator is not worth its making.
+        first = self.parameters[0].grad is not None
+        return first or any(parameter.grad is not None for parameter in self.parameters)
+
+    def needs_norm(self, *, is_sharded: bool) -> bool:
+        """Whether a step depends on the norm: to clip by it, or to see an infinity that not every scaler sees."""
+        is_partial = is_sharded or len(self.optimizers) > 1
+        return self._clip_norm is not None or (self._scaler is not None and is_partial)
+
+    def unscale(self) -> None:
+        """Take the scaler's factor out of the gradients."""
+        if self._scaler is not None:
+            # A rank that had nothing to scale, and so far never did, would not know the factor.
+            self._scaler.scale(torch.zeros((), device=self.parameters[0].device))
+            for optimizer in self.optimizers:
+                self._scaler.unscale_(optimizer)
+
+    def square_of_norm(self) -> torch.Tensor:
+        """The sum of squares of this rank's gradients, each element of the model's counted once over ranks."""
+        alike: dict[tuple[float, torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for gradient in (parameter.grad for parameter in self.parameters):
+            if gradient is not None:
+                kind = (_copies(gradient), gradient.device, gradient.dtype)
+                alike.setdefault(kind, []).append(_local(gradient))
+        squares = []
+        for (copies, device, _), gradients in alike.items():
+            norms = torch.stack(torch._foreach_norm(gradients, 2))
+            wide = torch.float32 if device.type == "mps" else torch.float64
+            squares.append(norms.to(wide).square().sum() / copies)
+        return _sum([square.to(squares[0].device) for square in squares]) if squares else torch.zeros(())
+
+    def step(self, factor: float, norm: torch.Tensor | float | None) -> str | None:
+        """Correct and clip the gradients, step, and return why not where the optimizers did not."""
+        self._scale(factor, norm)
+        if self._scaler is not None and norm is not None and not math.isfinite(float(norm)):
+            self._refuse_all()
+        if not self._takes_wide:
+            round_once(self._narrow)
+        before = self._num_stepped
+        for optimizer in self.optimizers:
+            if self._scaler is None:
+                optimizer.step()
+            elif _has_gradients(optimizer):
+                self._scaler.step(optimizer)
+        if self._scaler is not None:
+            self._scaler.update()
+        has_stepped = self._num_stepped > before
+        if has_stepped:
+            for scheduler in self._schedulers:
+                scheduler.step()
+        return None if has_stepped else "the scaler found an infinite or undefined gradient"
+
+    def drop(self) -> None:
+        """End a window without a step; the scaler forgets what it unscaled."""
+        if self._scaler is not None:
+            self._scaler._per_optimizer_states.clear()
+
+    def zero(self) -> None:
+        """Forget the gradients, also those of weights that no optimizer has."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        if not self._takes_wide:
+            widen(self._narrow)
+
+    def _refuse_all(self) -> None:
+        """Have the scaler skip every optimizer: there is an infinity in another's gradients, or in another rank's."""
+        for optimizer in self.optimizers:
+            for flag in self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                flag.fill_(1.0)
+
+    def _scale(self, factor: float, norm: torch.Tensor | float | None) -> None:
+        coefficient: torch.Tensor | float = factor
+        if self._clip_norm is not None and norm is not None:
+            room = self._clip_norm / (norm + 1e-6)
+            # A norm that is not a number must stay one.
+            coefficient = factor * (torch.clamp(room, max=1.0) if isinstance(room, torch.Tensor) else _at_most_1(room))
+        if isinstance(coefficient, float) and (coefficient == 1.0 or not math.isfinite(coefficient)):
+            return
+        gradients = self.gradients
+        if isinstance(coefficient, torch.Tensor):
+            for device in {gradient.device for gradient in gradients}:
+                here = [gradient for gradient in gradients if gradient.device == device]
+                torch._foreach_mul_(here, coefficient.to(device))
+        else:
+            torch._foreach_mul_(gradients, coefficient)
+
+
+def _sum(scalars: list[torch.Tensor]) -> torch.Tensor:
+    return scalars[0] if len(scalars) == 1 else torch.stack([scalar.reshape(()) for scalar in scalars]).sum()
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    # Most are plain, and asking for their type is the quicker question.
+    if type(gradient) is torch.Tensor or not hasattr(gradient, "to_local"):
+        return gradient
+    local: torch.Tensor = gradient.to_local()
+    return local
+
+
+def _at_most_1(room: float) -> float:
+    return 1.0 if room > 1 else room
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _copies(gradient: torch.Tensor) -> float:
+    if type(gradient) is torch.Tensor:
+        return 1.0
+    placements = getattr(gradient, "placements", ())
+    mesh = getattr(gradient, "device_mesh", None)
+    return (
+        math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_replicate()) if mesh else 1.0
+    )

@@ -1,0 +1,142 @@
+"""What an Accumulator refuses, and what it warns of, before anything is changed."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from batchwright.errors import InvalidInputError
+from batchwright.units import shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from batchwright.accumulate.boundary import Boundary
+    from batchwright.accumulate.parallel import OneProcess
+
+BATCH_NORM_NOTE = (
+    "{names}: batch normalization takes its statistics from each micro-batch, not from the whole batch, and moves its "
+    "running averages once per micro-batch. No accumulation can make that equal the big batch. GroupNorm or LayerNorm "
+    "do not depend on the batch; frozen statistics (module.eval()) are exact as well."
+)
+
+
+class BatchNormWarning(UserWarning):
+    """Batch normalization under accumulation is not that of the big batch."""
+
+
+def as_list(given: Any) -> list[Any]:
+    """Return none, one or several things as a list."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def trainable(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    """Return every weight that may get a gradient: the model's, and what else the optimizers hold."""
+    of_optimizers = [
+        parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    found = {id(p): p for p in (*model.parameters(), *of_optimizers) if p.requires_grad}
+    return list(found.values())
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """Name the batch normalization layers that take statistics from their batch.
+
+    >>> batch_norms(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    ['1']
+    """
+    kinds = nn.modules.batchnorm._BatchNorm
+    return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.training]
+
+
+def check_construction(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    spread: OneProcess,
+    *,
+    clip_norm: float | None,
+    precise: bool,
+    on_oom: str,
+    is_single: bool,
+) -> None:
+    """Refuse what cannot work; warn of batch normalization where a window has more than one micro-batch."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InvalidInputError(
+            "the model has no weight that requires a gradient: there is nothing to accumulate.",
+            remedy="unfreeze something, or hand in the module that trains",
+        )
+    if not optimizers:
+        raise InvalidInputError("an accumulator needs an optimizer, or a list of them; received none.")
+    if clip_norm is not None and not (
+        isinstance(clip_norm, int | float) and clip_norm > 0 and not math.isnan(clip_norm)
+    ):
+        raise InvalidInputError(f"clip_norm must be above 0; received {shortened(clip_norm)}.")
+    if on_oom not in ("raise", "split"):
+        raise InvalidInputError(f'on_oom is "raise" or "split"; received {shortened(on_oom)}.')
+    if spread.gathers_in_forward and on_oom == "split":
+        raise InvalidInputError(
+            'on_oom="split" cannot work under FSDP2: a rank that runs more micro-batches than others waits forever.',
+            remedy="batchwright fit finds a micro-batch that fits on every rank",
+        )
+    if spread.gathers_in_forward and precise:
+        raise InvalidInputError(
+            "precise=True is for weights that a rank holds whole; FSDP2 has its own switch.",
+            remedy="MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
+        )
+    check_same_weights(model, optimizers)
+    names = batch_norms(model)
+    if names and not is_single:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        warnings.warn(BATCH_NORM_NOTE.format(names=shown), BatchNormWarning, stacklevel=4)
+
+
+def check_same_weights(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer that has none of the model's weights: made for another model, or before this one moved."""
+    weights = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not any(id(parameter) in weights for parameter in held):
+            raise InvalidInputError(
+                f"{type(optimizer).__name__} holds none of the model's weights: it would step on something else.",
+                remedy="make the optimizer from model.parameters(), after the model is where it stays",
+            )
+
+
+class SameWeights:
+    """A quick look, at each backward, whether the optimizers still hold the model's weights.
+
+    It looks at one weight of each; where that one is gone, at all.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._model, self._optimizers = model, optimizers
+        homes = {
+            id(parameter): (module._parameters, name, parameter)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        held = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
+        self._examples = [next(homes[id(p)] for p in parameters if id(p) in homes) for parameters in held]
+
+    def check(self) -> None:
+        """Refuse to go on where the weights are others."""
+        for weights, name, parameter in self._examples:
+            if weights.get(name) is not parameter:
+                check_same_weights(self._model, self._optimizers)
+
+
+def check_gradients_are_there(boundary: Boundary, num_done: int) -> None:
+    """Refuse to go on where somebody has thrown away what a window had added up."""
+    if num_done and not boundary.has_gradients:
+        raise InvalidInputError(
+            f"the gradients of {num_done} micro-batches are gone: somebody zeroed them or stepped another optimizer.",
+            remedy="the accumulator zeroes gradients itself; take optimizer.step() and zero_grad() out of the loop",
+        )

@@ -1,0 +1,88 @@
+"""The one exchange between ranks per window: what the finished one used, and what the next one will hold.
+
+Promises:
+- all ranks learn the same totals, and how many micro-batches the longest of them has;
+- a loader that raises ends the epoch on every rank, after the windows before it have stepped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from batchwright.accumulate.loss_terms import REDUCTIONS, Reduction, Totals
+from batchwright.errors import BatchwrightError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from batchwright.accumulate.open_window import OpenWindow
+    from batchwright.accumulate.parallel import OneProcess
+    from batchwright.accumulate.read_ahead import MicroBatch, ReadAhead
+    from batchwright.accumulate.step import WeightedMean
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A window that was read ahead."""
+
+    micro_batches: list[MicroBatch]
+    totals: Totals
+    """On all ranks."""
+    longest: int
+    """Micro-batches of the rank that has most."""
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a finished window used on all ranks; losses and square are not yet read in one process."""
+
+    totals: Totals
+    losses: dict[Reduction, WeightedMean | float]
+    """The mean of each reduction that had any."""
+    square: Any
+    """The squared norm of the gradient; None where nobody asked."""
+
+
+def exchange(
+    spread: OneProcess,
+    window: OpenWindow | None,
+    square: torch.Tensor | None,
+    reader: ReadAhead | None,
+    size_of: Callable[[], int],
+) -> tuple[Used, Planned | None]:
+    """Tell the other ranks what `window` used, read the next one of `size_of()` micro-batches, and learn of both."""
+    ahead = [] if reader is None else reader.read_window(size_of)
+    counts = sum((micro_batch.counts for micro_batch in ahead), Totals())
+    has_failed = reader is not None and reader.error is not None
+    used = Totals() if window is None else window.used
+    losses = {} if window is None else window.losses
+    if spread.size == 1:
+        has_next = bool(ahead) and not has_failed
+        return Used(used, dict(losses), square), Planned(ahead, counts, len(ahead)) if has_next else None
+    told = [
+        *(counts.of(kind) for kind in REDUCTIONS),
+        float(len(ahead)),
+        float(has_failed),
+        *(used.of(kind) for kind in REDUCTIONS),
+        *(float(kind in losses) for kind in REDUCTIONS),
+        *(losses[kind].weighted_sum() if kind in losses else 0.0 for kind in REDUCTIONS),
+        0.0 if square is None else square,
+    ]
+    rows = spread.gather(told)
+    sums = [sum(column) for column in zip(*rows, strict=True)]
+    longest = int(max(row[3] for row in rows))
+    if sums[4] and reader is not None:
+        longest = 0
+        reader.error = reader.error or BatchwrightError("the loader of another rank raised; see its traceback.")
+    totals = Totals(*sums[5:8])
+    found = zip(REDUCTIONS, sums[8:11], sums[11:14], strict=True)
+    learnt = Used(
+        totals=totals,
+        losses={kind: loss / totals.of(kind) for kind, is_there, loss in found if is_there},
+        # Where every rank holds whole gradients they are alike; shards add up.
+        square=None if square is None else sums[14] if spread.gathers_in_forward else rows[0][14],
+    )
+    return learnt, Planned(ahead, Totals(*sums[:3]), longest) if longest else None

@@ -1,0 +1,106 @@
+"""Gradients as values: taken, combined, compared.
+
+Promises:
+- a gradient is kept in fp64 on the CPU, whatever it was;
+- a weight without a gradient counts as zero, so that a forgotten one shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from batchwright.accumulate.audit_result import ModuleError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of every weight, by name."""
+
+    by_name: dict[str, torch.Tensor]
+
+    @staticmethod
+    def of(model: nn.Module) -> Gradient:
+        """Take the gradients that a model holds now.
+
+        >>> layer = torch.nn.Linear(1, 1, bias=False)
+        >>> layer(torch.ones(1, 1)).sum().backward()
+        >>> Gradient.of(layer).norm
+        1.0
+        """
+        taken = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                taken[name.replace("module.", "")] = gradient.detach().to("cpu", torch.float64, copy=True)
+        return Gradient(taken)
+
+    @property
+    def norm(self) -> float:
+        """The norm over all weights."""
+        return float(sum(float(value.square().sum()) for value in self.by_name.values()) ** 0.5)
+
+    def times(self, factor: float) -> Gradient:
+        """Return so many times this."""
+        return Gradient({name: value * factor for name, value in self.by_name.items()})
+
+    def minus(self, other: Gradient) -> Gradient:
+        """Return the difference."""
+        return Gradient({name: value - other.by_name[name] for name, value in self.by_name.items()})
+
+    def dot(self, other: Gradient) -> float:
+        """Return the inner product."""
+        return float(sum(float((value * other.by_name[name]).sum()) for name, value in self.by_name.items()))
+
+    def error_to(self, reference: Gradient) -> float | None:
+        """Return the norm of the difference over that of the reference; None where only the reference is 0."""
+        difference, norm = self.minus(reference).norm, reference.norm
+        return difference / norm if norm else (0.0 if difference == 0 else None)
+
+    def ratio_to(self, reference: Gradient) -> float | None:
+        """Return the ratio of norms."""
+        return self.norm / reference.norm if reference.norm else None
+
+    def is_rounded_to(self, dtype: torch.dtype) -> bool:
+        """Whether every value is one that a narrower type can hold."""
+        values = [value for value in self.by_name.values() if value.numel()]
+        return bool(values) and all(bool((value.to(dtype).double() == value).all()) for value in values)
+
+
+def combined(gradients: Sequence[Gradient], weights: Sequence[float]) -> Gradient:
+    """Return the weighted sum."""
+    names = gradients[0].by_name
+    return Gradient(
+        {
+            name: sum((g.by_name[name] * w for g, w in zip(gradients, weights, strict=True)), torch.zeros(()))
+            for name in names
+        }
+    )
+
+
+def best_weights(target: Gradient, gradients: Sequence[Gradient]) -> list[float]:
+    """Return the weights whose sum comes nearest to the target: what each part really counts for."""
+    products = torch.tensor([[a.dot(b) for b in gradients] for a in gradients], dtype=torch.float64)
+    wanted = torch.tensor([a.dot(target) for a in gradients], dtype=torch.float64)
+    solved: list[float] = torch.linalg.lstsq(products, wanted.unsqueeze(1), driver="gelsd").solution.flatten().tolist()
+    return solved
+
+
+def compare_modules(gradient: Gradient, reference: Gradient) -> tuple[ModuleError, ...]:
+    """Compare module by module, the worst first."""
+    owners = {name.rpartition(".")[0] or "(model)" for name in reference.by_name}
+    errors = []
+    for owner in owners:
+        inside = [name for name in reference.by_name if (name.rpartition(".")[0] or "(model)") == owner]
+        mine = Gradient({name: gradient.by_name[name] for name in inside})
+        theirs = Gradient({name: reference.by_name[name] for name in inside})
+        errors.append(ModuleError(owner, mine.ratio_to(theirs), mine.error_to(theirs)))
+    return tuple(sorted(errors, key=lambda error: (-(error.relative_error or 0.0), error.name)))

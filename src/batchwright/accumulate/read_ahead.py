@@ -1,0 +1,143 @@
+"""Read a loader a window ahead, on the host, so that weights are known before the first backward.
+
+Promises:
+- every micro-batch of the loader comes once, in order, and those before a resumed position not at all;
+- what the loader raises is kept until the windows before it have stepped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from batchwright.accumulate.loss_terms import Totals, check_weight
+from batchwright.device.cutting import num_samples
+from batchwright.errors import InvalidInputError
+from batchwright.units import whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch and what it counts; one that only keeps step counts nothing."""
+
+    batch: Any
+    counts: Totals
+    num_samples: int | None
+
+    def as_filler(self) -> MicroBatch:
+        """Return the same micro-batch at weight zero."""
+        return MicroBatch(self.batch, Totals(), self.num_samples)
+
+
+def counted_micro_batch(batch: Any, weight: Any) -> MicroBatch:
+    """Count a micro-batch: by the weight or the function given, else by its samples, else as 1.
+
+    >>> import torch
+    >>> counted_micro_batch(torch.ones(3, 2), None).counts
+    Totals(units=3.0, samples=3.0, window=1.0)
+    """
+    samples = num_samples(batch)
+    if weight is None:
+        units = 1.0 if samples is None else float(samples)
+    else:
+        units = check_weight(weight(batch) if callable(weight) else weight)
+    return MicroBatch(batch, Totals(units, float(samples or 0), 1.0), samples)
+
+
+class ReadAhead:
+    """A loader, read window by window."""
+
+    def __init__(self, loader: Iterable[Any], weight: Any, *, skip: int = 0) -> None:
+        self._micro_batches = self._counted(loader, weight, skip)
+        self._put_back: list[MicroBatch] = []
+        self._last: MicroBatch | None = None
+        self.error: Exception | None = None
+
+    def read_window(self, size_of: Callable[[], int]) -> list[MicroBatch]:
+        """Return the next window of as many micro-batches as `size_of` says; what it raises ends the epoch too."""
+        if self.error is not None:
+            return []
+        try:
+            size = size_of()
+            if size == 0 and self.read(1):
+                raise InvalidInputError(
+                    "accumulation names fewer micro-batches than the loader has.",
+                    remedy="one entry per window of the epoch",
+                )
+        except Exception as error:
+            self.error = error
+            return []
+        return self.read(size)
+
+    def read(self, num_micro_batches: int) -> list[MicroBatch]:
+        """Return the next so many, fewer or none at the end."""
+        window = self._put_back[:num_micro_batches]
+        del self._put_back[:num_micro_batches]
+        while len(window) < num_micro_batches and self.error is None:
+            try:
+                micro_batch = next(self._micro_batches, None)
+            except Exception as error:
+                # Other ranks wait for this one's numbers, so they must come first.
+                self.error = error
+                break
+            if micro_batch is None:
+                break
+            window.append(micro_batch)
+            self._last = micro_batch
+        return window
+
+    def put_back(self, window: list[MicroBatch]) -> None:
+        """Take a window back that was read but not begun."""
+        self._put_back = [*window, *self._put_back]
+
+    def filled(self, window: list[MicroBatch], num_micro_batches: int) -> list[MicroBatch]:
+        """Return the window with fillers before it, so that its last micro-batch is a real one where there is any."""
+        missing = num_micro_batches - len(window)
+        if missing == 0:
+            return window
+        filler = window[0] if window else self._last
+        if filler is None:
+            raise InvalidInputError(
+                "this rank's loader is empty, and there is no micro-batch to keep step with the other ranks.",
+                remedy="a sampler that gives every rank at least one batch, such as DistributedSampler",
+            )
+        return [filler.as_filler()] * missing + window
+
+    @staticmethod
+    def _counted(loader: Iterable[Any], weight: Any, skip: int) -> Iterator[MicroBatch]:
+        for index, batch in enumerate(loader):
+            if index >= skip:
+                yield counted_micro_batch(batch, weight)
+
+
+class WindowSizes:
+    """How many micro-batches each window has: always as many, by a function of the step, or one by one.
+
+    >>> sizes = WindowSizes(lambda step: 1 if step < 2 else 4)
+    >>> sizes.of(0, 0), sizes.of(2, 0)
+    (1, 4)
+    """
+
+    def __init__(self, accumulation: Any) -> None:
+        self.given = accumulation
+        self._sizes: list[int] | None = None
+        if not callable(accumulation) and hasattr(accumulation, "__iter__"):
+            self._sizes = [whole_number(size, "accumulation") for size in accumulation]
+        elif not callable(accumulation):
+            whole_number(accumulation, "accumulation")
+
+    @property
+    def num_named(self) -> int | None:
+        """Windows that are named one by one; None where their number is open."""
+        return None if self._sizes is None else len(self._sizes)
+
+    def of(self, step: int, window: int) -> int:
+        """Return the size of the window after `step` steps, the `window`-th of this epoch; 0 past the last."""
+        if callable(self.given):
+            return whole_number(self.given(step), f"accumulation({step})")
+        if self._sizes is None:
+            return int(self.given)
+        return self._sizes[window] if window < len(self._sizes) else 0

@@ -1,0 +1,250 @@
+"""Windows one after the other: opened, filled, synchronised, stepped.
+
+Promises:
+- the flag that synchronises ranks is set before each forward, and put back on close, exception and flush;
+- a window that was read ahead is as long on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from batchwright.accumulate.checks import check_gradients_are_there
+from batchwright.accumulate.exchange import exchange
+from batchwright.accumulate.loss_terms import Totals
+from batchwright.accumulate.open_window import OpenWindow
+from batchwright.accumulate.step import Step
+from batchwright.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from batchwright.accumulate.boundary import Boundary
+    from batchwright.accumulate.exchange import Planned, Used
+    from batchwright.accumulate.loss_terms import LossTerm
+    from batchwright.accumulate.parallel import OneProcess
+    from batchwright.accumulate.read_ahead import MicroBatch, ReadAhead, WindowSizes
+
+NO_UNITS = "the window holds no units: every weight is 0"
+
+
+class Windows:
+    """The windows of one rank."""
+
+    def __init__(self, spread: OneProcess, boundary: Boundary, sizes: WindowSizes, *, reduces_itself: bool) -> None:
+        self.sizes = sizes
+        self.number = 0
+        self.windows_done = self.micro_batches_done = 0
+        self.awaited: MicroBatch | None = None
+        self._spread = spread
+        self._boundary = boundary
+        # Gradients that are wide, or that a failed backward may leave half made, are synchronised by hand at the end.
+        self._reduces_itself = reduces_itself
+        self._open: OpenWindow | None = None
+        self._reader: ReadAhead | None = None
+        self._ahead: Planned | None = None
+        self._sizes_ahead = sizes
+        self._resumes = False
+        self._typical = Totals()
+        """A micro-batch of the last window, on average over all ranks."""
+        self._set_flag()
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a loader is being read ahead."""
+        return self._reader is not None
+
+    # --- filling a window
+
+    def open(self, counts: Totals) -> OpenWindow:
+        """Return the open window; without a reader a new one, as if all its micro-batches were alike."""
+        if self._open is None:
+            size = self._next_size() or 1
+            # What was used instead is corrected at the end. All ranks must assume the same: not what they have here.
+            like = counts if self._spread.size == 1 else self._typical
+            assumed = Totals(like.units or 1.0, like.samples or 1.0, 1.0).times(size * self._spread.size)
+            self._open = OpenWindow(assumed, size, ranks=self._spread.size)
+        return self._open
+
+    def add(self, terms: list[LossTerm], counts: Totals) -> None:
+        """Add the gradient of a micro-batch, or of a piece of one."""
+        window = self.open(counts)
+        shares = window.shares(terms, counts)
+        # Where other ranks wait for every weight that this loss reaches, what counts nothing is run through as well.
+        keeps_step = self._spread.gathers_in_forward or self._synchronises(window)
+        self._boundary.backward([term.value for term in terms], shares, keeps_step=keeps_step)
+        window.num_with_gradient += any(shares)
+        window.add(terms, counts)
+
+    def done_with_one(self) -> Step | None:
+        """Count a micro-batch as done; step where it was the last."""
+        assert self._open is not None
+        window = self._open
+        self.awaited = None
+        window.num_left -= 1
+        if window.num_left:
+            self._set_flag()
+            return None
+        return self._end(window, is_synchronised=not self._reduces_itself)
+
+    def flush(self) -> Step | None:
+        """Step with what there is."""
+        if self._reader is not None:
+            raise InvalidInputError(
+                "inside micro_batches the last window steps by itself; flush() is for a plain loop."
+            )
+        window = self._open
+        try:
+            return None if window is None else self._end(window, is_synchronised=False)
+        finally:
+            self._spread.restore()
+            if self._open is None:
+                self.windows_done = self.micro_batches_done = 0
+
+    # --- reading a loader
+
+    def begin_epoch(self) -> int:
+        """Return how many micro-batches of the epoch are done: none, but right after `load_state_dict`."""
+        if not self._resumes:
+            self.windows_done = self.micro_batches_done = 0
+        self._resumes = False
+        return self.micro_batches_done
+
+    def yielded(self, reader: ReadAhead) -> Iterator[Any]:
+        """Yield every micro-batch of a loader, window by window."""
+        self._reader = reader
+        try:
+            self._look_ahead()
+            while self._ahead is not None:
+                if self._sizes_ahead is not self.sizes:
+                    reader.put_back(self._ahead.micro_batches)
+                    self._look_ahead()
+                else:
+                    yield from self._yielded_window(reader, self._ahead)
+            if reader.error is not None:
+                raise reader.error
+            self.windows_done = self.micro_batches_done = 0
+        finally:
+            self._reader = self._ahead = self.awaited = None
+            self._spread.restore()
+
+    def _yielded_window(self, reader: ReadAhead, planned: Planned) -> Iterator[Any]:
+        filled = reader.filled(planned.micro_batches, planned.longest)
+        self._open = OpenWindow(planned.totals, planned.longest, ranks=self._spread.size)
+        for micro_batch in filled:
+            self._set_flag()
+            self.awaited = micro_batch
+            yield micro_batch.batch
+            if self.awaited is not None:
+                raise InvalidInputError(
+                    "a micro-batch went by without backward(loss), run(batch, ...) or skip().",
+                    remedy="accumulator.skip() where the body leaves one out",
+                )
+
+    def _look_ahead(self) -> None:
+        _, self._ahead = exchange(self._spread, None, None, self._reader, self._next_size)
+        self._sizes_ahead = self.sizes
+
+    # --- the end of a window
+
+    def _end(self, window: OpenWindow, *, is_synchronised: bool) -> Step:
+        if self._spread.size > 1 and not is_synchronised:
+            self._spread.reduce(self._boundary.parameters)
+        self._boundary.unscale()
+        self.number += 1
+        self.windows_done += 1
+        self.micro_batches_done += 0 if self._ahead is None else len(self._ahead.micro_batches)
+        has_norm = self._boundary.needs_norm(is_sharded=self._spread.gathers_in_forward)
+        square = self._boundary.square_of_norm() if has_norm else None
+        used, self._ahead = exchange(self._spread, window, square, self._reader, self._next_size)
+        self._sizes_ahead = self.sizes
+        self._typical = used.totals.times(1 / (used.totals.window or 1.0))
+        self._open = None
+        try:
+            return self._stepped(window, used)
+        finally:
+            self._boundary.zero()
+            self._set_flag()
+
+    def _stepped(self, window: OpenWindow, used: Used) -> Step:
+        norm = None
+        if used.losses:
+            factor = window.correction(used.totals, used.losses)
+            norm = None if used.square is None else used.square**0.5 * factor
+            skipped = self._boundary.step(factor, norm)
+        else:
+            skipped = NO_UNITS
+            self._boundary.drop()
+        return Step(
+            number=self.number,
+            units=used.totals.units,
+            samples=round(used.totals.samples) or None,
+            micro_batches=round(used.totals.window),
+            skipped=skipped,
+            splits=window.splits,
+            losses=tuple(used.losses.values()),
+            norm=norm,
+        )
+
+    # --- where it stands
+
+    def set_sizes(self, sizes: WindowSizes) -> None:
+        """Have the windows from now on be of other sizes."""
+        self.sizes = sizes
+        self._set_flag()
+
+    def check_closed(self, *, remedy: str) -> None:
+        """Refuse what may not happen in the middle of a window."""
+        if self._open is not None:
+            raise InvalidInputError(
+                f"a window is open: {self._open.num_left} micro-batches are to come.", remedy=remedy
+            )
+
+    def check_awaited(self) -> None:
+        """Refuse a second call for one micro-batch."""
+        if self.is_reading and self.awaited is None:
+            raise InvalidInputError("this micro-batch is done already: one backward, run or skip each.")
+
+    def check_gradients(self) -> None:
+        """Refuse to go on where somebody has thrown away what the window had added up."""
+        if self._open is not None and not self._spread.gathers_in_forward:  # FSDP2 keeps them elsewhere meanwhile
+            check_gradients_are_there(self._boundary, self._open.num_with_gradient)
+
+    def check_may_skip(self) -> None:
+        """Refuse to leave out a micro-batch that other ranks wait for."""
+        self.check_awaited()
+        left = self._open.num_left if self._open else self._next_size()
+        if self._spread.gathers_in_forward or (left == 1 and self._spread.size > 1 and not self._reduces_itself):
+            raise InvalidInputError(
+                f"this micro-batch cannot be left out: under {self._spread.name} the other ranks wait for it.",
+                remedy="backward(loss, weight=0): it runs, and counts nothing",
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position as of the last finished window."""
+        return {
+            "number": self.number,
+            "windows_done": self.windows_done,
+            "micro_batches_done": self.micro_batches_done,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a position: the next epoch begins there."""
+        self._resumes = True
+        self.number = state["number"]
+        self.windows_done, self.micro_batches_done = state["windows_done"], state["micro_batches_done"]
+
+    def _next_size(self) -> int:
+        named = self.sizes.num_named
+        # A plain loop does not say where an epoch begins: after the last window that is named comes the first.
+        window = self.windows_done if self.is_reading or not named else self.windows_done % named
+        return self.sizes.of(self.number, window)
+
+    def _synchronises(self, window: OpenWindow) -> bool:
+        return window.num_left == 1 and self._spread.size > 1 and not self._reduces_itself
+
+    def _set_flag(self) -> None:
+        """Say before the next forward whether its backward synchronises."""
+        if self._spread.size > 1:
+            left = self._open.num_left if self._open else self._next_size()
+            self._spread.synchronise_next(left == 1 and not self._reduces_itself)

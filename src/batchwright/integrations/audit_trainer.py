@@ -1,0 +1,150 @@
+"""Audit a transformers Trainer as it is configured: its own `train()`, ended where its optimizer would step.
+
+Promises:
+- the first window's samples, as the trainer's own loader gives them, once accumulated and once as one batch;
+- a copy of the model is trained, dropout off, no optimizer steps, and afterwards the trainer is as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from batchwright.accumulate.audit import audit_subject
+from batchwright.accumulate.caught_window import CaughtWindow
+from batchwright.accumulate.checks import batch_norms
+from batchwright.accumulate.freezing import frozen_statistics
+from batchwright.accumulate.gradients import Gradient
+from batchwright.accumulate.without_dropout import without_dropout
+from batchwright.errors import InvalidInputError, import_extra
+from batchwright.integrations.trainer_probes import TrainerProbes
+from batchwright.units import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from batchwright.accumulate.audit_result import Audit
+
+
+class _AtTheStep(BaseException):
+    """Ends `train()` where the optimizer would step."""
+
+
+def audit_trainer(trainer: Any) -> Audit:
+    """Compare the gradient of a trainer's first window with that of the same samples as one batch."""
+    subject = TrainerSubject(trainer)
+    sizes = subject.sizes
+    tails = [sizes[:1]] if len(sizes) > 1 else []
+    name = f"{type(trainer).__name__} with {type(trainer.model).__name__}"
+    return audit_subject(subject, [sizes], tails, name=name, what="the trainer's own train(), as configured")
+
+
+class TrainerSubject:
+    """A trainer made ready to be compared with itself; a micro-batch is a list of samples before they are collated."""
+
+    dtype = "fp32"
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._probes = TrainerProbes(trainer)
+        self._accumulation = trainer.args.gradient_accumulation_steps
+        self.notes: list[str] = list(self._probes.notes)
+        if trainer.args.world_size > 1:
+            raise InvalidInputError(
+                f"a trainer is audited in one process; this one has {trainer.args.world_size} ranks.",
+                remedy="run the audit without torchrun",
+            )
+        if next(trainer.model.parameters()).dtype in (torch.bfloat16, torch.float16):
+            self.notes.append("the weights are 16 bits wide; they were compared in fp32")
+        self._samples = self._first_window()
+        self.model = copy.deepcopy(trainer.model).float()
+        self.model.zero_grad(set_to_none=True)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The micro-batches of the first window."""
+        return tuple(map(len, self._samples))
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether statistics are taken from each batch."""
+        return bool(batch_norms(self.model.train()))
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Compare inside of this: dropout is off."""
+        with without_dropout(self.model) as off:
+            if off:
+                self.notes.append(f"dropout was off ({counted(len(off), 'place')})")
+            yield
+
+    @contextmanager
+    def frozen_statistics(self) -> Iterator[None]:
+        """Have batch normalization use its running statistics."""
+        with frozen_statistics(self.model):
+            yield
+
+    def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
+        """Return the micro-batches of a split that the trainer itself forms."""
+        return self._samples[: len(sizes)]
+
+    def reference(self, sizes: Sequence[int]) -> Gradient:
+        """Return the gradient of one batch of all samples of a split."""
+        return self.of_loss([sample for micro_batch in self.micro_batches(sizes) for sample in micro_batch])
+
+    def of_loss(self, batch: list[Any]) -> Gradient:
+        """Return what the trainer would step with if this were its batch, without accumulation."""
+        return self._run(batch, size=len(batch), accumulation=1).gradient
+
+    def accumulated(self, micro_batches: Sequence[list[Any]]) -> CaughtWindow:
+        """Return what the trainer would step with."""
+        samples = [sample for micro_batch in micro_batches for sample in micro_batch]
+        return self._run(samples, size=len(micro_batches[0]), accumulation=self._accumulation)
+
+    def _first_window(self) -> list[list[Any]]:
+        """Read the first window by the trainer's own loader, and keep its samples as the collator received them."""
+        seen: list[list[Any]] = []
+        args = self._trainer.args
+        with self._probes.prepared(args.per_device_train_batch_size, self._accumulation):
+            collate = self._trainer.data_collator
+
+            def keep(samples: list[Any]) -> Any:
+                seen.append([dict(sample) if isinstance(sample, dict) else sample for sample in samples])
+                return collate(samples)
+
+            self._trainer.data_collator = keep
+            for _, _ in zip(range(self._accumulation), self._trainer.get_train_dataloader(), strict=False):
+                pass
+        window = seen[: self._accumulation]
+        if len(window) > 1 and len(window[-1]) < len(window[0]):
+            window = window[:-1]
+        if not window:
+            raise InvalidInputError("the trainer's train_dataset is empty: there is nothing to audit with.")
+        return window
+
+    def _run(self, samples: list[Any], *, size: int, accumulation: int) -> CaughtWindow:
+        callbacks = import_extra("transformers", extra="transformers", purpose="audit of a Trainer")
+        caught: list[Gradient] = []
+        model = self.model
+
+        class Stop(callbacks.TrainerCallback):  # type: ignore[misc,name-defined]
+            def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+                caught.append(Gradient.of(model))
+                raise _AtTheStep
+
+        with self._probes.prepared(size, accumulation, samples):
+            trainer = self._trainer
+            trainer.model = trainer.model_wrapped = model
+            trainer.model_init = None
+            trainer.args.max_grad_norm = 0.0
+            trainer.args.dataloader_drop_last = False
+            trainer.accelerator.native_amp = False
+            trainer.callback_handler.callbacks.append(Stop())
+            with suppress(_AtTheStep):
+                trainer.train()
+        gradient = caught[0] if caught else Gradient.of(model)
+        model.zero_grad(set_to_none=True)
+        return CaughtWindow(gradient, has_stepped=bool(caught), has_clipped=False)

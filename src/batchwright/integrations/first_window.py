@@ -1,0 +1,108 @@
+"""Audit the first window of a run that is going on, and leave it as if nobody had looked.
+
+Promises:
+- gradients, buffers and random numbers are afterwards what the run had made of them;
+- dropout is off during that window, and said so, because two runs of one step would differ otherwise.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from batchwright.accumulate.audit_result import TOLERANCES, Audit, SplitAudit
+from batchwright.accumulate.causes import BATCH_NORM, cause_by_weights
+from batchwright.accumulate.checks import batch_norms
+from batchwright.accumulate.gradients import Gradient, compare_modules
+from batchwright.accumulate.without_dropout import kept_random_state, without_dropout
+from batchwright.device.cutting import num_samples
+from batchwright.device.joining import join
+from batchwright.units import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+
+
+class FirstWindow:
+    """The micro-batches of a window as they go by, and the verdict at its end."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any], torch.Tensor],
+        *,
+        accumulation: int,
+        name: str,
+        what: str,
+        merge: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._accumulation = accumulation
+        self._name, self._what = name, what
+        self._merge = merge or join
+        self._batches: list[Any] = []
+        self._gradient: Gradient | None = None
+        self._undo = ExitStack()
+        self._off = self._undo.enter_context(without_dropout(model))
+
+    def see(self, batch: Any) -> None:
+        """Note a micro-batch before it runs."""
+        self._batches.append(batch)
+
+    def take(self) -> None:
+        """Take the gradient, before anything clips it."""
+        if self._gradient is None:
+            self._gradient = Gradient.of(self._model)
+
+    def leave(self) -> None:
+        """Turn dropout on again."""
+        self._undo.close()
+
+    def judge(self) -> Audit:
+        """Compare with one batch of the same samples, and leave."""
+        self.take()
+        assert self._gradient is not None
+        try:
+            reference = self._of(self._merge(self._batches))
+            parts = [self._of(batch) for batch in self._batches]
+        finally:
+            self.leave()
+        error = self._gradient.error_to(reference)
+        is_exact = error is not None and error <= TOLERANCES["fp32"]
+        sizes = tuple(num_samples(batch) or 1 for batch in self._batches)
+        cause = None
+        if not is_exact:
+            has_norm = bool(batch_norms(self._model))
+            cause = BATCH_NORM if has_norm else cause_by_weights(self._gradient, reference, parts, self._accumulation)
+        split = SplitAudit(sizes, self._gradient.ratio_to(reference), error, is_exact, cause.name if cause else None)
+        return Audit(
+            name=self._name,
+            what=self._what,
+            dtype="fp32",
+            splits=(split,),
+            worst=split,
+            modules=compare_modules(self._gradient, reference),
+            cause=cause.name if cause else None,
+            remedy=cause.remedy if cause else None,
+            explanation=cause.explanation if cause else "",
+            notes=(f"dropout was off during this window ({counted(len(self._off), 'place')})",) if self._off else (),
+        )
+
+    def _of(self, batch: Any) -> Gradient:
+        gradients = [(parameter, parameter.grad) for parameter in self._model.parameters()]
+        buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        try:
+            for parameter, _ in gradients:
+                parameter.grad = None
+            with kept_random_state():
+                self._loss(batch).backward()
+            return Gradient.of(self._model)
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for name, buffer in self._model.named_buffers():
+                buffer.copy_(buffers[name])

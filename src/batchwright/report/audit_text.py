@@ -1,0 +1,74 @@
+"""An audit as text: the verdict, a row per split, and what is off and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchwright.report.tables import draw_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+
+    from batchwright.accumulate.audit_result import Audit
+    from batchwright.report.html import Columns
+
+_MOST_MODULES = 5
+
+
+def summarize_audit(audit: Audit) -> str:
+    """Say the verdict in one line.
+
+    >>> from batchwright.accumulate.audit_result import Audit, SplitAudit
+    >>> twice = SplitAudit((2, 2), ratio=2.0, relative_error=1.0, exact=False)
+    >>> summarize_audit(Audit("step", "the window", "fp32", (twice,), twice, (), "count ignored"))
+    'step: the accumulated gradient is NOT that of the big batch: ratio 2, relative error 1 (count ignored)'
+    """
+    error = _figure(audit.relative_error)
+    if audit.exact:
+        told = f"{audit.name}: the accumulated gradient is that of the big batch (relative error {error})"
+        return f"{told}; {audit.cause}" if audit.cause else told
+    figures = f"ratio {_figure(audit.ratio)}, relative error {error} ({audit.cause or 'unknown'})"
+    return f"{audit.name}: the accumulated gradient is NOT that of the big batch: {figures}"
+
+
+def audit_columns(audit: Audit) -> Columns:
+    """A row per split."""
+    splits = audit.splits
+    return [
+        ("split", [split.name for split in splits]),
+        ("window", [split.note or "full" for split in splits]),
+        ("samples", [str(sum(split.sizes)) for split in splits]),
+        ("ratio", [_figure(split.ratio) for split in splits]),
+        ("relative error", [_figure(split.relative_error) for split in splits]),
+        ("exact", ["yes" if split.exact else "NO" for split in splits]),
+        ("likely cause", [split.cause or "-" for split in splits]),
+    ]
+
+
+def audit_remarks(audit: Audit) -> Iterator[str]:
+    """What has to be said below the table, a line each."""
+    yield f"judged: {audit.what}, in {audit.dtype}."
+    if audit.cause:
+        yield f"likely cause: {audit.cause}: {audit.explanation}."
+        yield f"remedy: {audit.remedy}."
+    if not audit.exact and audit.modules:
+        shown = [
+            f"{m.name} {_figure(m.relative_error)} (ratio {_figure(m.ratio)})" for m in audit.modules[:_MOST_MODULES]
+        ]
+        rest = len(audit.modules) - len(shown)
+        yield f"error by module, worst first: {', '.join(shown)}{f', and {rest} more' if rest else ''}."
+    for note in audit.notes:
+        yield f"note: {note}."
+
+
+def draw_audit(audit: Audit) -> RenderableType:
+    """Draw the audit for a terminal."""
+    return draw_table(summarize_audit(audit), audit_columns(audit), audit_remarks(audit), left=2)
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.4g}"

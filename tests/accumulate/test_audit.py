@@ -1,0 +1,272 @@
+"""Each cause is planted in turn in a small trainer, and the audit has to name it; a right trainer raises no alarm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from batchwright.accumulate.audit import audit_workload
+from batchwright.errors import InvalidInputError
+from batchwright.workload import Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+ACCUMULATION = 4
+
+
+class Tagger(nn.Module):
+    """A class for every token, and a balance loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the logits of every token."""
+        logits: torch.Tensor = self.head(self.layers(features))
+        return logits
+
+
+def samples(n: int) -> Batch:
+    """Samples of different lengths: labels beyond a length are ignored."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 5, (n, 9), generator=generator)
+    lengths = torch.arange(n) % 9 + 1
+    labels[torch.arange(9)[None] >= lengths[:, None]] = -100
+    return torch.randn(n, 9, 6, generator=generator), labels
+
+
+def token_mean(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def num_tokens(batch: Batch) -> int:
+    return int((batch[1] != -100).sum())
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def right(model: nn.Module, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+    total = sum(map(num_tokens, micro_batches))
+    for batch in micro_batches:
+        (token_mean(model, batch) * (num_tokens(batch) / total)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def mean_of_means(model: nn.Module, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+    for batch in micro_batches:
+        (token_mean(model, batch) / len(micro_batches)).backward()
+    optimizer.step()
+
+
+def count_ignored(model: nn.Module, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+    for batch in micro_batches:
+        token_mean(model, batch).backward()
+    optimizer.step()
+
+
+def tail_scale(model: nn.Module, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+    total = sum(map(num_tokens, micro_batches))
+    for batch in micro_batches:
+        scale = len(micro_batches) / ACCUMULATION
+        (token_mean(model, batch) * (num_tokens(batch) / total) * scale).backward()
+    optimizer.step()
+
+
+def tail_dropped(model: nn.Module, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+    total = sum(map(num_tokens, micro_batches))
+    for index, batch in enumerate(micro_batches):
+        (token_mean(model, batch) * (num_tokens(batch) / total)).backward()
+        if (index + 1) % ACCUMULATION == 0:
+            optimizer.step()
+
+
+def auxiliary_multiplied(model: nn.Module, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+    total = sum(map(num_tokens, micro_batches))
+    for batch in micro_batches:
+        (token_mean(model, batch) * (num_tokens(batch) / total) + penalty(model)).backward()
+    optimizer.step()
+
+
+def penalty(model: nn.Module) -> torch.Tensor:
+    return 0.1 * torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+
+
+def narrow_buffer(model: nn.Module, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+    total = sum(map(num_tokens, micro_batches))
+    buffers = [torch.zeros_like(parameter, dtype=torch.bfloat16) for parameter in model.parameters()]
+    for batch in micro_batches:
+        (token_mean(model, batch) * (num_tokens(batch) / total)).backward()
+        for parameter, buffer in zip(model.parameters(), buffers, strict=True):
+            assert parameter.grad is not None
+            buffer += parameter.grad.to(torch.bfloat16)
+            parameter.grad = None
+    for parameter, buffer in zip(model.parameters(), buffers, strict=True):
+        parameter.grad = buffer.to(parameter.dtype)
+    optimizer.step()
+
+
+def zeroed_within(model: nn.Module, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+    total = sum(map(num_tokens, micro_batches))
+    for batch in micro_batches:
+        optimizer.zero_grad()
+        (token_mean(model, batch) * (num_tokens(batch) / total)).backward()
+    optimizer.step()
+
+
+def workload(**changes: Any) -> Workload:
+    return replace(Workload(model=Tagger, batch=samples, loss=token_mean, optimizer=sgd, window=right), **changes)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("dropout", ["off", "replayed"])
+def test_a_right_trainer_raises_no_alarm(dtype: str, dropout: str) -> None:
+    found = audit_workload(workload(units=num_tokens), dtype=dtype, dropout=dropout)
+    assert found.exact
+    assert found.cause is None
+    assert [split.name for split in found.splits] == ["2x4", "2x1"]
+    assert "the loop clips; it was judged before its clipping" in found.notes
+
+
+@pytest.mark.parametrize(
+    ("window", "cause", "ratio"),
+    [
+        (mean_of_means, "mean of means", None),
+        (count_ignored, "count ignored", None),
+        (tail_scale, "tail scale", 0.25),
+        (tail_dropped, "tail dropped", None),
+        (narrow_buffer, "low-precision buffer", 1.0),
+        (zeroed_within, "gradients dropped", None),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_a_planted_defect_is_named(window: Any, cause: str, ratio: float | None, dtype: str) -> None:
+    found = audit_workload(workload(window=window), dtype=dtype)
+    assert (found.exact, found.cause) == (False, cause)
+    assert found.remedy
+    if ratio is not None:
+        assert found.ratio == pytest.approx(ratio, rel=0.3)
+
+
+def test_a_count_that_is_ignored_shows_as_a_factor() -> None:
+    even = workload(window=count_ignored, batch=lambda n: (torch.randn(n, 9, 6), torch.zeros(n, 9).long()))
+    assert audit_workload(even, splits="4x2").ratio == pytest.approx(2.0)
+    assert audit_workload(even, splits="1x8").ratio == pytest.approx(8.0)
+
+
+def test_an_auxiliary_loss_that_is_multiplied_is_named() -> None:
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return token_mean(model, batch) + penalty(model)
+
+    found = audit_workload(workload(window=auxiliary_multiplied, loss=loss))
+    assert (found.exact, found.cause) == (False, "auxiliary loss multiplied")
+
+
+def test_batch_normalization_is_named_and_running_statistics_stay() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        squares: torch.Tensor = model(batch).square()
+        return squares.mean()
+
+    found = audit_workload(Workload(model=model, batch=lambda n: torch.randn(n, 4), loss=loss, optimizer=sgd))
+    assert (found.exact, found.cause) == (False, "BatchNorm")
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_loss_whose_samples_look_at_each_other_is_named() -> None:
+    def contrastive(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        embedded = F.normalize(model(batch), dim=1)
+        return F.cross_entropy(embedded @ embedded.T / 0.1, torch.arange(len(batch)))
+
+    found = audit_workload(
+        Workload(model=lambda: nn.Linear(6, 4), batch=lambda n: torch.randn(n, 6), loss=contrastive, optimizer=sgd)
+    )
+    assert (found.exact, found.cause) == (False, "not additive")
+    assert "CachedLoss" in (found.remedy or "")
+
+
+@pytest.mark.parametrize(
+    ("synchronised", "cause"), [("last", None), ("all", "missing no_sync"), ("none", "synchronisation lost")]
+)
+def test_synchronisations_are_counted(synchronised: str, cause: str | None) -> None:
+    def window(model: Any, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+        total = sum(map(num_tokens, micro_batches))
+        for index, batch in enumerate(micro_batches):
+            if hasattr(model, "require_backward_grad_sync"):
+                is_last = index == len(micro_batches) - 1
+                model.require_backward_grad_sync = synchronised == "all" or (synchronised == "last" and is_last)
+            (token_mean(model, batch) * (num_tokens(batch) / total)).backward()
+        optimizer.step()
+
+    found = audit_workload(workload(window=window, wrap=DistributedDataParallel))
+    assert found.cause == cause
+    assert found.exact == (cause != "synchronisation lost")
+
+
+def test_plain_accumulation_is_judged_where_no_window_is_handed_in() -> None:
+    found = audit_workload(workload(window=None))
+    assert (found.exact, found.cause) == (False, "mean of means")
+    assert "no window=" in found.what
+    even = audit_workload(workload(window=None, batch=lambda n: (torch.randn(n, 9, 6), torch.zeros(n, 9).long())))
+    assert even.exact
+
+
+def test_the_data_of_a_workload_is_split_again() -> None:
+    features, labels = samples(16)
+    data = [(features[i], labels[i]) for i in range(16)]
+    found = audit_workload(workload(batch=None, data=data), splits=["4x2", "1x8", "3+3+2", (1, 7)])
+    assert found.exact
+    assert [split.name for split in found.splits] == ["4x2", "1x8", "3+3+2", "1+7"]
+
+
+def test_json_carries_what_was_promised() -> None:
+    told = audit_workload(workload(window=count_ignored)).to_dict()
+    promised = {"schema", "exact", "ratio", "relative_error", "worst_module", "cause", "remedy", "splits"}
+    assert promised <= set(told)
+    assert told["worst_module"] in {"layers.0", "head"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        ({}, {"dtype": "fp16"}, "dtype is fp32 or fp64"),
+        ({}, {"dropout": "on"}, "dropout is"),
+        ({"optimizer": None}, {}, "an audit compares gradients"),
+        ({}, {"splits": "2y4"}, "a split is"),
+        ({}, {"micro_batch": 0}, "micro_batch must be"),
+    ],
+)
+def test_wrong_input_is_answered(changes: dict[str, Any], options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInputError, match=said):
+        audit_workload(workload(**changes), **options)
+
+
+def test_a_bug_in_the_window_surfaces() -> None:
+    def broken(model: nn.Module, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+        raise KeyError("labels")
+
+    with pytest.raises(KeyError, match="labels"):
+        audit_workload(workload(window=broken))
+
+
+def test_random_numbers_are_where_they_were() -> None:
+    before = torch.random.get_rng_state()
+    audit_workload(workload(window=mean_of_means))
+    assert torch.equal(before, torch.random.get_rng_state())
