@@ -81,7 +81,7 @@ def write_page(rows: dict[str, dict[str, Any]]) -> None:
             f"`*For*` class of transformers {transformers.__version__} (torch {torch.__version__.partition('+')[0]}) "
             "was built from a tiny config and asked with one micro-batch and two counts: a loss that uses the count "
             "halves when it doubles. Ask your own: "
-            "`batchwright.integrations.transformers_heads.check_head(model, batch)`."
+            "`batchwright.integrations.transformers.check_head(model, batch)`."
         ),
         "",
         *wrapped(

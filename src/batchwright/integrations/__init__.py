@@ -1,4 +1,4 @@
-"""batchwright inside the frameworks, a thin file for each: `integrations.transformers`."""
+"""batchwright inside the frameworks, a thin file for each: `integrations.transformers`, `.lightning`, `.accelerate`."""
 
 from __future__ import annotations
 

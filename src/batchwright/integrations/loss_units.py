@@ -79,7 +79,7 @@ def _uneven(batch: Mapping[str, Any], samples: int) -> dict[str, Any]:
     counted = (labels[0].flatten() != _IGNORED).nonzero().flatten()
     forms = []
     for kept in {1, 2, len(counted) // 2, len(counted)}:
-        changed = labels.clone()
+        changed = labels.clone(memory_format=torch.contiguous_format)
         changed[0].view(-1)[counted[kept:]] = _IGNORED
         forms.append({**batch, "labels": changed})
     return max(forms, key=lambda form: _difference(form["labels"], samples))
