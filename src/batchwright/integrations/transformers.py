@@ -1,4 +1,4 @@
-"""What there is for transformers: fit a Trainer, see whether a head uses the item count, make one right that does not."""
+"""What there is for transformers: fit a Trainer, ask whether a head uses the item count, make one right."""
 
 from __future__ import annotations
 
