@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test format docs clean
+.PHONY: help demo test test-all format docs clean
 
 help:
 	@echo "make demo    install, then predict a small GPT's memory, find its micro-batch and plan its batch"
@@ -33,7 +33,11 @@ test: $(VENV)/.ready-to-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+# The slow ones too (tests/slow.py).
+test-all: test
+	$(BIN)/python -m pytest -n 2 -m slow
 
 format: $(VENV)/.ready-to-test
 	$(BIN)/ruff check --fix .

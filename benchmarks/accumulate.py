@@ -3,16 +3,17 @@
     python benchmarks/accumulate.py                 minutes
     python benchmarks/accumulate.py --json FILE     the same, kept
 
-Time is CPU time of this process on one thread. Both loops train one and the same model on the same batches, a window of
-four micro-batches each, by turns; a row is the median ratio over pairs of windows, with the interval that holds the median
-at 95 % (order statistics, no distribution assumed). The hand-written loop against itself shows what the machine alone
-does. Memory is the bytes of tensors alive at the peak of a window.
+Time is CPU time of this process on one thread. Both loops train one and the same model on the same batches, a window
+of four micro-batches each, by turns; a row is the median over pairs of windows, with the interval that holds it at 95 %
+(order statistics, no distribution assumed). The hand-written loop against itself shows what the machine alone does: on
+a busy one a percent of a real step is lost in it, so the cost is measured again where a window is nearly only its
+loop. It does not depend on the model, but on the number of its weights. Memory is the bytes of tensors alive at the
+peak of a window.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accumulate_loops import ACCUMULATION, OURS, Bare, by_hand, count_tokens, make, read_ahead, token_loss
 from torch import nn
 
 from batchwright.accumulate.accumulator import Accumulator
@@ -33,88 +35,10 @@ from batchwright.device.byte_counter import ByteCounter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ACCUMULATION, PAIRS, WARM_UP = 4, 300, 4
+WARM_UP, PAIRS, BARE_PAIRS = 8, 300, 3000
 LEAST_SECONDS = 0.05
-WIDTH, LENGTH, SAMPLES, LAYERS, VOCAB = 128, 32, 4, 4, 1024
 BF16_MICRO_BATCHES = 64
 RANKS = 2
-
-
-class Model(nn.Module):
-    """A small transformer: 1.1 million weights in 51 tensors, so that what is done per weight shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the scores of the next token at each place."""
-        result: torch.Tensor = self.head(self.layers(self.embedding(tokens)))
-        return result
-
-
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def count_tokens(tokens: torch.Tensor) -> int:
-    return tokens[:, 1:].numel()
-
-
-def make_batches() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, VOCAB, (SAMPLES, LENGTH + 1), generator=generator) for _ in range(ACCUMULATION)]
-
-
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = Model()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-
-# --- the loops: each call trains one window
-
-
-def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> Callable[[], None]:
-    batches = make_batches()
-
-    def window() -> None:
-        for batch in batches:
-            (loss_of(model, batch) / ACCUMULATION).backward()
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return window
-
-
-def plain(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> Callable[[], None]:
-    batches = make_batches()
-    accumulator = Accumulator(model, optimizer, ACCUMULATION, clip_norm=clip_norm)
-
-    def window() -> None:
-        for batch in batches:
-            accumulator.backward(loss_of(model, batch))
-
-    return window
-
-
-def read_ahead(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> Callable[[], None]:
-    accumulator = Accumulator(model, optimizer, ACCUMULATION, clip_norm=clip_norm)
-    micro_batches = accumulator.micro_batches(itertools.cycle(make_batches()), count_tokens)
-
-    def window() -> None:
-        for _ in range(ACCUMULATION):
-            accumulator.backward(loss_of(model, next(micro_batches)))
-
-    return window
-
-
-OURS = {"backward in a plain loop": plain, "micro_batches, weighted": read_ahead}
 
 
 # --- what is measured
@@ -126,19 +50,26 @@ def seconds_of(window: Callable[[], None]) -> float:
     return time.process_time() - start
 
 
+def by_turns(mine: Callable[[], None], theirs: Callable[[], None], pairs: int) -> list[tuple[float, float]]:
+    """Time both by turns, and change who begins: a machine that slows down meanwhile slows both."""
+    for _ in range(WARM_UP):
+        theirs()
+        mine()
+    taken = []
+    for index in range(pairs):
+        if index % 2:
+            ours, by_hand_then = seconds_of(mine), seconds_of(theirs)
+        else:
+            by_hand_then, ours = seconds_of(theirs), seconds_of(mine)
+        taken.append((ours, by_hand_then))
+    return taken
+
+
 def time_ratio(ours: Callable[..., Any], clip_norm: float | None, pairs: int) -> dict[str, Any]:
     # One model for both: where a second one lies in memory made up to 2 % of difference, between like loops too.
     model, optimizer = make()
     theirs, mine = by_hand(model, optimizer, clip_norm), ours(model, optimizer, clip_norm)
-    for _ in range(WARM_UP):
-        theirs(), mine()
-    # By turns, and who begins changes: a machine that slows down meanwhile slows both.
-    taken = []
-    for index in range(pairs):
-        if index % 2:
-            taken.append((seconds_of(mine), seconds_of(theirs)))
-        else:
-            taken.append((seconds_of(theirs), seconds_of(mine))[::-1])
+    taken = by_turns(mine, theirs, pairs)
     step = statistics.median(b for _, b in taken)
     assert step >= LEAST_SECONDS, f"a step of {step * 1e3:.0f} ms is too short to say anything"
     median, low, high = with_interval([a / b - 1 for a, b in taken])
@@ -153,23 +84,14 @@ def with_interval(values: list[float]) -> tuple[float, float, float]:
     return statistics.median(ranked), ranked[low], ranked[high]
 
 
-def calls(loop: Callable[..., Any], clip_norm: float | None) -> int:
-    """Return how many functions a window calls, Python's and C's: a cost of the loop that no other load changes."""
-    window = loop(*make(), clip_norm)
-    for _ in range(WARM_UP):
-        window()
-    number = 0
-
-    def count(_: Any, event: str, __: Any) -> None:
-        nonlocal number
-        number += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        window()
-    finally:
-        sys.setprofile(None)
-    return number
+def bare_extra(ours: Callable[..., Any], clip_norm: float | None) -> dict[str, Any]:
+    """Return what a window costs more than by hand, in microseconds, where a window is nearly only its loop."""
+    model = Bare()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    theirs, mine = by_hand(model, optimizer, clip_norm), ours(model, optimizer, clip_norm)
+    taken = by_turns(mine, theirs, BARE_PAIRS)
+    median, low, high = with_interval([(a - b) * 1e6 for a, b in taken])
+    return {"extra_us": median, "interval": [low, high], "of_50_ms": median / 1e6 / LEAST_SECONDS}
 
 
 def peak_bytes(loop: Callable[..., Any], clip_norm: float | None) -> dict[str, int]:
@@ -203,7 +125,7 @@ def bf16_errors() -> dict[str, float]:
         total = sum(map(count_tokens, batches))
         exact = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
         for batch in accumulator.micro_batches(batches, count_tokens):
-            loss = loss_of(model, batch)
+            loss = token_loss(model(batch[:, :-1]), batch)
             for value, gradient in zip(exact, torch.autograd.grad(loss, weights, retain_graph=True), strict=True):
                 value += gradient.double() * (count_tokens(batch) / total)
             accumulator.backward(loss)
@@ -265,18 +187,24 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.rank:
         count_collectives(options.rank)
-    told: dict[str, Any] = {"torch": torch.__version__, "overhead": [], "memory": []}
+    told: dict[str, Any] = {"torch": torch.__version__, "overhead": [], "bare": [], "memory": []}
     print(f"torch {torch.__version__}, windows of {ACCUMULATION} micro-batches, one thread\n")
-    print("| loop | clip | hand-written step, ms | overhead | 95 % interval | pairs | calls more than by hand |")
-    print("|---|---|---|---|---|---|---|")
+    print("| loop | clip | hand-written step, ms | overhead | 95 % interval | pairs |\n|---|---|---|---|---|---|")
     for name, ours in {"by hand, against itself": by_hand, **OURS}.items():
         for clip_norm in (None, 1.0):
             row = time_ratio(ours, clip_norm, options.pairs)
-            row["more_calls"] = calls(ours, clip_norm) - calls(by_hand, clip_norm)
             told["overhead"].append({"loop": name, "clip_norm": clip_norm, **row})
             low, high = row["interval"]
             shown = f"{row['step_ms']:.0f} | {row['overhead']:+.2%} | {low:+.2%} .. {high:+.2%} | {row['pairs']}"
-            shown += f" | {row['more_calls']:+,}"
+            print(f"| {name} | {clip_norm or '-'} | {shown} |", flush=True)
+    print("\n| loop, next to nothing in it | clip | more than by hand, us | 95 % interval | of a step of 50 ms |")
+    print("|---|---|---|---|---|")
+    for name, ours in {"by hand, against itself": by_hand, **OURS}.items():
+        for clip_norm in (None, 1.0):
+            row = bare_extra(ours, clip_norm)
+            told["bare"].append({"loop": name, "clip_norm": clip_norm, **row})
+            low, high = row["interval"]
+            shown = f"{row['extra_us']:.0f} | {low:.0f} .. {high:.0f} | {row['of_50_ms']:.2%}"
             print(f"| {name} | {clip_norm or '-'} | {shown} |", flush=True)
     print("\n| loop | clip | peak, bytes | beyond weights and optimizer | more than by hand |\n|---|---|---|---|---|")
     for clip_norm in (None, 1.0):

@@ -6,9 +6,16 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 
 from batchwright import cli
+from tests.slow import SLOW
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker("slow")
 
 
 @dataclass(frozen=True)

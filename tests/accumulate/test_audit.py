@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
+from batchwright.accumulate.accumulator import Accumulator
 from batchwright.accumulate.audit import audit_workload
 from batchwright.errors import InvalidInputError
 from batchwright.workload import Workload
@@ -270,3 +272,86 @@ def test_random_numbers_are_where_they_were() -> None:
     before = torch.random.get_rng_state()
     audit_workload(workload(window=mean_of_means))
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_right_loop_of_another_style_raises_no_alarm() -> None:
+    def by_accumulator(model: nn.Module, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+        accumulator = Accumulator(model, optimizer, len(micro_batches), clip_norm=1e-3)
+        for batch in accumulator.micro_batches(micro_batches, weight=num_tokens):
+            accumulator.backward(token_mean(model, batch))
+
+    def clipped_by_another_name(model: nn.Module, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+        total = sum(map(num_tokens, micro_batches))
+        for batch in micro_batches:
+            (token_mean(model, batch) * (num_tokens(batch) / total)).backward()
+        clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+    def without_synchronising(model: Any, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+        total = sum(map(num_tokens, micro_batches))
+        for batch in micro_batches[:-1]:
+            with model.no_sync():
+                (token_mean(model, batch) * (num_tokens(batch) / total)).backward()
+        (token_mean(model, micro_batches[-1]) * (num_tokens(micro_batches[-1]) / total)).backward()
+        optimizer.step()
+
+    def in_a_closure(model: nn.Module, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+        total = sum(map(num_tokens, micro_batches))
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            losses = [token_mean(model, batch) * (num_tokens(batch) / total) for batch in micro_batches]
+            torch.stack(losses).sum().backward()
+            return torch.stack(losses).sum()
+
+        optimizer.step(closure)
+
+    def narrow(model: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return token_mean(model, batch)
+
+    for window in (by_accumulator, clipped_by_another_name, in_a_closure):
+        assert audit_workload(workload(window=window)).exact, window.__name__
+    assert audit_workload(workload(window=without_synchronising, wrap=DistributedDataParallel)).cause is None
+    cast = audit_workload(workload(loss=narrow))
+    assert cast.exact
+    assert any("autocast" in note for note in cast.notes)
+
+
+def test_a_factor_and_a_missing_step_are_named() -> None:
+    def doubled(model: nn.Module, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+        total = sum(map(num_tokens, micro_batches))
+        for batch in micro_batches:
+            (2 * token_mean(model, batch) * (num_tokens(batch) / total)).backward()
+        optimizer.step()
+
+    def never(model: nn.Module, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+        for batch in micro_batches:
+            token_mean(model, batch).backward()
+
+    found = audit_workload(workload(window=doubled))
+    assert found.cause == "constant factor"
+    assert found.ratio == pytest.approx(2.0)
+    assert audit_workload(workload(window=never)).cause == "no step seen"
+    alone = audit_workload(workload(), accumulation=1)
+    assert any("nothing was accumulated" in note for note in alone.notes)
+
+
+def test_a_gradient_that_is_lost_shows_whatever_its_name() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.module = nn.Parameter(torch.ones(6)), nn.Linear(6, 5, bias=False)
+
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.module(features * self.weight)
+            return logits
+
+    def forgets(model: Any, optimizer: Any, micro_batches: Sequence[Batch]) -> None:
+        total = sum(map(num_tokens, micro_batches))
+        for batch in micro_batches:
+            (token_mean(model, batch) * (num_tokens(batch) / total)).backward()
+        model.weight.grad = None
+        optimizer.step()
+
+    assert not audit_workload(workload(model=Nested, window=forgets)).exact

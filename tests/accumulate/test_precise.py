@@ -74,5 +74,9 @@ def test_any_optimizer_trains_and_the_weights_stay_narrow(kind: type[torch.optim
 
 def test_wide_weights_are_left_alone() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1).to(BF16))
-    Accumulator(model, torch.optim.SGD(model.parameters()), 2, precise=True)
+    optimizer = torch.optim.SGD(model.parameters())
+    accumulator = Accumulator(model, optimizer, 2, precise=True)
     assert [weight.grad_dtype for weight in model.parameters()] == [torch.float32] * 4
+    del accumulator
+    assert [weight.grad_dtype for weight in model.parameters()] == [torch.float32] * 2 + [BF16] * 2
+    assert len(optimizer._optimizer_step_post_hooks) == 0

@@ -11,11 +11,11 @@ from batchwright.errors import NothingFitsError
 
 
 def inputs(n: int, copies: int = 1) -> torch.Tensor:
-    return torch.zeros(n, 1024 * copies, 1024)
+    return torch.zeros(n, 16 * 1024 * copies, 1024)
 
 
 def workload() -> bw.Workload:
-    """4 MiB a sample and copy."""
+    """64 MiB a sample and copy."""
     return bw.Workload(
         model=lambda: nn.Linear(1024, 1),
         batch=inputs,
@@ -26,25 +26,25 @@ def workload() -> bw.Workload:
 
 def refused(**asked: object) -> list[str]:
     with pytest.raises(NothingFitsError) as error:
-        bw.fit(workload(), memory="2MiB", cache=False, **asked)  # type: ignore[arg-type]
+        bw.fit(workload(), memory="32MiB", cache=False, **asked)  # type: ignore[arg-type]
     return str(error.value).splitlines()
 
 
 def test_where_no_shape_fits_the_one_that_needs_least_is_told_by_parts_with_the_remedy() -> None:
     problem, which, *details, remedy = refused(shapes={"copies": [3, 1, 2]})
-    assert problem == "micro-batch 1 fits on cpu at none of the 3 shapes (2 MiB)."
+    assert problem == "micro-batch 1 fits on cpu at none of the 3 shapes (32 MiB)."
     assert which == "  least is needed at copies=1"
     only = refused(shapes={"copies": 1})
-    assert only[0] == "micro-batch 1 does not fit on cpu (2 MiB)."
+    assert only[0] == "micro-batch 1 does not fit on cpu (32 MiB)."
     assert [*details, remedy] == only[1:]
-    assert details[-1].startswith("  predicted need 4.")
-    assert "inputs 4 MiB" in details[-1]
+    assert details[-1].startswith("  predicted need 64")
+    assert "inputs 64 MiB" in details[-1]
     assert remedy.startswith("  try: an estimate with --what-if")
 
 
 def test_the_size_that_fits_nowhere_is_one_that_every_shape_was_tried_at_or_below() -> None:
     problem, which, *_ = refused(shapes={"copies": [3, 1]}, start=2, max_trials=1)
-    assert problem == "micro-batch 2 fits on cpu at none of the 2 shapes (2 MiB)."
+    assert problem == "micro-batch 2 fits on cpu at none of the 2 shapes (32 MiB)."
     assert which == "  the first is copies=3", "nothing was predicted"
 
 

@@ -89,6 +89,21 @@ def test_a_trainer_with_a_causal_model_is_right(tmp_path: Path) -> None:
     assert [split.name for split in found.splits] == ["2x4", "2x1"]
 
 
+def test_a_collator_that_draws_numbers_is_no_alarm(tmp_path: Path) -> None:
+    trainer = trainer_of(small(transformers.LlamaForCausalLM), tmp_path, per_token=True)
+
+    def masked(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = padded(rows)
+        batch["labels"] = torch.where(torch.rand(batch["labels"].shape) < 0.3, -100, batch["labels"])
+        return batch
+
+    trainer.data_collator = masked
+    found = audit(trainer)
+    assert found.exact
+    assert any("random" in note for note in found.notes)
+    assert trainer.accelerator._dataloaders == []
+
+
 class Module(pl.LightningModule):
     """A token classifier with the loss that everybody writes."""
 

@@ -70,7 +70,14 @@ class Accumulator:
         sizes = WindowSizes(accumulation)
         spread = how_spread(model)
         check_construction(
-            model, optimizers, spread, clip_norm=clip_norm, precise=precise, on_oom=on_oom, is_single=accumulation == 1
+            model,
+            optimizers,
+            spread,
+            schedulers=as_list(scheduler),
+            clip_norm=clip_norm,
+            precise=precise,
+            on_oom=on_oom,
+            is_single=accumulation == 1,
         )
         boundary = Boundary(
             optimizers,

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from batchwright.accumulate.audit_result import TOLERANCES, Audit, SplitAudit
 from batchwright.accumulate.audit_subject import Subject
-from batchwright.accumulate.causes import BATCH_NORM, TAIL_DROPPED, Cause, Evidence, likely_cause
+from batchwright.accumulate.causes import BATCH_NORM, NO_STEP, TAIL_DROPPED, Cause, Evidence, likely_cause
 from batchwright.accumulate.gradients import Gradient, compare_modules
 from batchwright.accumulate.splits import read_splits
 from batchwright.accumulate.synchronisations import judge_synchronisations
 from batchwright.errors import InvalidInputError
+from batchwright.memory.estimate import check_shape
 from batchwright.units import whole_number
 
 if TYPE_CHECKING:
@@ -92,11 +93,14 @@ def audit_workload(
     (False, 4.0, 'count ignored')
     """
     _check(workload, dtype, dropout)
+    check_shape(workload, shape or {})
     sizes = read_splits(splits, whole_number(micro_batch, "micro_batch"), whole_number(accumulation, "accumulation"))
     subject = Subject(workload, max(map(sum, sizes)), dtype=dtype, dropout=dropout, shape=dict(shape or {}))
     has_window = workload.window is not None
     # A window of the user's own may hold fewer micro-batches at the end of an epoch; plain accumulation has no end.
     tails = [sizes[0][:1]] if has_window and len(sizes[0]) > 1 and splits is None else []
+    if has_window and splits is not None:
+        subject.notes.append("a last, incomplete window was not tried; leave out splits for that")
     what = "the workload's own window" if has_window else "the loss under plain accumulation (no window= was handed in)"
     found = audit_subject(subject, sizes, tails, name=workload.name, what=what)
     return judge_synchronisations(found, workload, subject, sizes[0])
@@ -125,8 +129,18 @@ def audit_subject(
         cause=cause.name if cause else None,
         remedy=cause.remedy if cause else None,
         explanation=cause.explanation if cause else "",
-        notes=(*subject.notes, *(f"also {why.name}: {why.explanation}; {why.remedy}" for why in others.values())),
+        notes=(
+            *_nothing_accumulated(tried),
+            *subject.notes,
+            *(f"also {why.name}: {why.explanation}; {why.remedy}" for why in others.values()),
+        ),
     )
+
+
+def _nothing_accumulated(tried: Sequence[_Tried]) -> list[str]:
+    if any(len(one.sizes) > 1 for one in tried):
+        return []
+    return ["nothing was accumulated: every split is one micro-batch, and proves nothing"]
 
 
 def _how_bad(tried: _Tried, *, is_tail: bool) -> tuple[bool, bool, float]:
@@ -155,7 +169,7 @@ def _try_split(subject: Comparable, sizes: Sequence[int], accumulation: int) -> 
 
 def _find_cause(subject: Comparable, worst: _Tried, accumulation: int) -> Cause:
     if not worst.caught.has_stepped:
-        return TAIL_DROPPED
+        return TAIL_DROPPED if len(worst.sizes) < accumulation else NO_STEP
     if subject.has_batch_norm:
         with subject.frozen_statistics():
             again = _try_split(subject, worst.sizes, accumulation)
@@ -168,15 +182,15 @@ def _find_cause(subject: Comparable, worst: _Tried, accumulation: int) -> Cause:
 def _from_evidence(subject: Comparable, tried: _Tried, accumulation: int) -> Cause:
     parts = subject.micro_batches(tried.sizes)
     first = parts[0]
+    singles = [subject.of_loss(part) for part in parts]
     return likely_cause(
         Evidence(
             accumulated=tried.caught.gradient,
             reference=tried.reference,
-            parts=[subject.of_loss(part) for part in parts],
+            parts=singles,
             repeated={n: subject.accumulated([first] * n).gradient for n in (1, 2)},
-            single=subject.of_loss(first),
+            single=singles[0],
             accumulation=accumulation,
-            has_stepped=tried.caught.has_stepped,
             tolerance=TOLERANCES[subject.dtype],
         )
     )

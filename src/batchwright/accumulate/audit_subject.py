@@ -8,7 +8,8 @@ Promises:
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack, contextmanager
+import math
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +20,13 @@ from batchwright.accumulate.checks import as_list, batch_norms
 from batchwright.accumulate.freezing import frozen_statistics
 from batchwright.accumulate.gradients import Gradient, combined
 from batchwright.accumulate.read_ahead import counted_micro_batch
+from batchwright.accumulate.undisturbed import without_autocast
 from batchwright.accumulate.without_dropout import kept_random_state, without_dropout
 from batchwright.device.batches import make_batch, move_batch
 from batchwright.device.cutting import cut
 from batchwright.device.step import build_model, build_optimizers
+from batchwright.device.step_checks import checked_loss
+from batchwright.errors import InvalidInputError
 from batchwright.units import counted
 
 if TYPE_CHECKING:
@@ -70,6 +74,9 @@ class Subject:
             narrow = {str(p.dtype).removeprefix("torch.") for p in self.model.parameters() if p.dtype in _NARROW}
             self.model = self.model.to(_CPU, _DTYPES[dtype]).train()
             self.model.zero_grad(set_to_none=True)
+            if not hasattr(self.model, "no_sync"):
+                # A loop for ranks asks for it; one process has nothing to leave out.
+                vars(self.model)["no_sync"] = nullcontext
             self._optimizers = build_optimizers(workload, self.model)
             self._batch = _as_dtype(move_batch(make_batch(workload, num_samples, shape, _CPU), _CPU), _DTYPES[dtype])
         if narrow:
@@ -89,12 +96,15 @@ class Subject:
         """Compare inside of this: dropout is off, random numbers and running statistics come back."""
         with ExitStack() as stack:
             stack.enter_context(kept_random_state())
+            cast = stack.enter_context(without_autocast())
             if not self._replays:
                 off = stack.enter_context(without_dropout(self.model))
                 if off:
                     self.notes.append(f"dropout was off ({counted(len(off), 'place')})")
                 self._look_for_randomness()
             yield
+            if cast:
+                self.notes.append(f"autocast to {cast[0].removeprefix('torch.')} was off: compared in {self.dtype}")
 
     def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
         """Cut the samples into micro-batches; what the split does not need is left out."""
@@ -114,7 +124,7 @@ class Subject:
         torch.manual_seed(seed)
         self.model.zero_grad(set_to_none=True)
         with self._kept_buffers():
-            self._workload.loss(self.model, batch).backward()
+            _usable(self._workload.loss(self.model, batch)).backward()
         gradient = Gradient.of(self.model)
         self.model.zero_grad(set_to_none=True)
         return gradient
@@ -147,11 +157,11 @@ class Subject:
 
     def _look_for_randomness(self) -> None:
         assert self._workload.loss is not None
-        with torch.no_grad(), self._kept_buffers():
+        with self._kept_buffers():
             losses = []
             for seed in (0, 1):
                 torch.manual_seed(seed)
-                losses.append(float(self._workload.loss(self.model, self._batch)))
+                losses.append(float(_usable(self._workload.loss(self.model, self._batch)).detach()))
         if losses[0] != losses[1]:
             self.notes.append(
                 f"the loss is random even without dropout ({losses[0]:.6g}, then {losses[1]:.6g}): what differs may be "
@@ -167,6 +177,16 @@ class Subject:
             for name, buffer in self.model.named_buffers():
                 if name in before:
                     buffer.copy_(before[name])
+
+
+def _usable(loss: Any) -> torch.Tensor:
+    checked = checked_loss(loss)
+    if not math.isfinite(float(checked.detach())):
+        raise InvalidInputError(
+            f"the loss is {float(checked.detach())}: there is no gradient to compare.",
+            remedy="samples, or a micro-batch, at which the loss is a number",
+        )
+    return checked
 
 
 def _as_dtype(batch: Any, dtype: torch.dtype) -> Any:

@@ -8,10 +8,12 @@ Promises:
 from __future__ import annotations
 
 import math
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from batchwright.accumulate.undisturbed import clipping_is_off
 from batchwright.accumulate.wide_gradients import (
     WideShares,
     narrow_parameters,
@@ -49,8 +51,10 @@ class Boundary:
         widen(self._narrow)
         self._wide_shares = WideShares(parameters if self._narrow else [])
         self._takes_wide = all(takes_wide_gradients(optimizer, self._narrow) for optimizer in optimizers)
-        self._num_stepped = 0
-        self._handles = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
+        # The hooks must not keep this object alive, and go with it.
+        self._stepped = [0]
+        self._handles = self._watch_steps()
+        weakref.finalize(self, _let_go, self._handles, self._narrow)
 
     def replace_optimizers(
         self, optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter]
@@ -60,7 +64,15 @@ class Boundary:
             handle.remove()
         self.optimizers, self.parameters = list(optimizers), list(parameters)
         self._takes_wide = all(takes_wide_gradients(optimizer, self._narrow) for optimizer in optimizers)
-        self._handles = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
+        self._handles[:] = self._watch_steps()
+
+    def _watch_steps(self) -> list[Any]:
+        stepped = self._stepped
+
+        def count(*_: Any) -> None:
+            stepped[0] += 1
+
+        return [optimizer.register_step_post_hook(count) for optimizer in self.optimizers]
 
     def backward(self, losses: Sequence[torch.Tensor], shares: Sequence[float], *, keeps_step: bool) -> None:
         """Add the gradient of each loss times its share; with `keeps_step` those of share 0 run too, and add zeros."""
@@ -83,9 +95,6 @@ class Boundary:
             return loss
         scaled: torch.Tensor = self._scaler.scale(loss)
         return scaled
-
-    def _count(self, *_: Any) -> None:
-        self._num_stepped += 1
 
     @property
     def gradients(self) -> list[torch.Tensor]:
@@ -133,7 +142,7 @@ class Boundary:
             self._refuse_all()
         if not self._takes_wide:
             round_once(self._narrow)
-        before = self._num_stepped
+        before = self._stepped[0]
         for optimizer in self.optimizers:
             if self._scaler is None:
                 optimizer.step()
@@ -141,7 +150,7 @@ class Boundary:
                 self._scaler.step(optimizer)
         if self._scaler is not None:
             self._scaler.update()
-        has_stepped = self._num_stepped > before
+        has_stepped = self._stepped[0] > before
         if has_stepped:
             for scheduler in self._schedulers:
                 scheduler.step()
@@ -167,7 +176,7 @@ class Boundary:
 
     def _scale(self, factor: float, norm: torch.Tensor | float | None) -> None:
         coefficient: torch.Tensor | float = factor
-        if self._clip_norm is not None and norm is not None:
+        if self._clip_norm is not None and norm is not None and not clipping_is_off():
             room = self._clip_norm / (norm + 1e-6)
             # A norm that is not a number must stay one.
             coefficient = factor * (torch.clamp(room, max=1.0) if isinstance(room, torch.Tensor) else _at_most_1(room))
@@ -210,3 +219,12 @@ def _copies(gradient: torch.Tensor) -> float:
     return (
         math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_replicate()) if mesh else 1.0
     )
+
+
+def _let_go(handles: list[Any], narrow: list[nn.Parameter]) -> None:
+    """Take back what was changed on weights and optimizers, once nobody accumulates any more."""
+    for handle in handles:
+        handle.remove()
+    for parameter in narrow:
+        parameter.grad = None
+        parameter.grad_dtype = parameter.dtype

@@ -7,16 +7,16 @@ Promises:
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from batchwright.accumulate.gradients import Gradient
+from batchwright.accumulate.undisturbed import without_clipping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -42,13 +42,18 @@ def catch_window(
     model.zero_grad(set_to_none=True)
     caught: list[Gradient] = []
 
-    def stop(*_: Any) -> None:
+    def stop(_: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        # The optimizer itself is the first of them.
+        closure = arguments[1] if len(arguments) > 1 else options.get("closure")
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         caught.append(Gradient.of(model))
         raise _Caught
 
     handles = [optimizer.register_step_pre_hook(stop) for optimizer in optimizers]
     handed = optimizers[0] if len(optimizers) == 1 else tuple(optimizers)
-    with _without_clipping() as clipped:
+    with without_clipping() as clipped:
         try:
             window(model, handed, micro_batches)
         except _Caught:
@@ -59,33 +64,6 @@ def catch_window(
     gradient = caught[0] if caught else Gradient.of(model)
     model.zero_grad(set_to_none=True)
     return CaughtWindow(gradient, has_stepped=bool(caught), has_clipped=bool(clipped))
-
-
-@contextmanager
-def _without_clipping() -> Iterator[list[str]]:
-    """Have torch's functions that clip do nothing but return the norm, wherever they were imported to."""
-    clipped: list[str] = []
-    places = (torch.nn.utils, torch.nn.utils.clip_grad)
-
-    def norm_only(parameters: Any, *_: Any, **__: Any) -> torch.Tensor:
-        clipped.append("clip_grad_norm_")
-        held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        gradients = [parameter.grad for parameter in held if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-
-    def nothing(*_: Any, **__: Any) -> None:
-        clipped.append("clip_grad_value_")
-
-    before = [
-        (place, name, getattr(place, name)) for place in places for name in ("clip_grad_norm_", "clip_grad_value_")
-    ]
-    for place, name, _ in before:
-        setattr(place, name, norm_only if name == "clip_grad_norm_" else nothing)
-    try:
-        yield clipped
-    finally:
-        for place, name, function in before:
-            setattr(place, name, function)
 
 
 def plain_window(loss: Callable[..., torch.Tensor]) -> Callable[..., None]:

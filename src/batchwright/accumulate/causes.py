@@ -49,6 +49,16 @@ TAIL_DROPPED = Cause(
     "a window with fewer micro-batches than configured never comes to an optimizer step",
     "step once more at the end of an epoch (bw.Accumulator does), or drop_last=True",
 )
+NO_STEP = Cause(
+    "no step seen",
+    "the loop came to no step of the optimizer that it was handed",
+    "step the optimizer that window(model, optimizer, micro_batches) receives, once, at its end",
+)
+SCALED = Cause(
+    "constant factor",
+    "the gradient is that of the big batch times a number that no count explains",
+    "look for a factor on the loss, or for clipping that is not torch's own",
+)
 AUXILIARY = Cause(
     "auxiliary loss multiplied",
     "part of the loss is scaled right, and part is added once per micro-batch, so its share grows with accumulation",
@@ -103,15 +113,12 @@ class Evidence:
     single: Gradient
     """The gradient of that micro-batch's own mean loss."""
     accumulation: int
-    has_stepped: bool
     tolerance: float
 
 
 def likely_cause(evidence: Evidence) -> Cause:
     """Name the cause that the evidence fits."""
     near = _Near(evidence.tolerance)
-    if not evidence.has_stepped:
-        return TAIL_DROPPED
     for dtype in (torch.bfloat16, torch.float16):
         if evidence.accumulated.is_rounded_to(dtype) and not evidence.reference.is_rounded_to(dtype):
             return LOW_PRECISION
@@ -142,9 +149,12 @@ def cause_by_weights(accumulated: Gradient, reference: Gradient, parts: Sequence
         return COUNT_IGNORED
     if _all_are(weights, 1 / len(weights)):
         return MEAN_OF_MEANS
+    ratio = accumulated.ratio_to(reference) or 1.0
     share_of_all = [weight * accumulation / len(weights) for weight in weights]
     is_tail = len(weights) < accumulation and near.are_equal(combined(parts, share_of_all), reference)
-    return TAIL_SCALE if is_tail or _all_are(weights, 1 / accumulation) else UNKNOWN
+    if is_tail or _all_are(weights, 1 / accumulation):
+        return TAIL_SCALE
+    return SCALED if near.are_equal(reference.times(ratio), accumulated) else UNKNOWN
 
 
 def _all_are(weights: Sequence[float], value: float) -> bool:

@@ -7,6 +7,8 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import LBFGS
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
@@ -61,6 +63,7 @@ def check_construction(
     optimizers: Sequence[torch.optim.Optimizer],
     spread: OneProcess,
     *,
+    schedulers: Sequence[Any],
     clip_norm: float | None,
     precise: bool,
     on_oom: str,
@@ -74,6 +77,20 @@ def check_construction(
         )
     if not optimizers:
         raise InvalidInputError("an accumulator needs an optimizer, or a list of them; received none.")
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "param_groups"):
+            raise InvalidInputError(f"an accumulator takes an optimizer of torch; received {shortened(optimizer)}.")
+        if isinstance(optimizer, LBFGS):
+            raise InvalidInputError(
+                "LBFGS computes the loss again within its step, which accumulation cannot do.", remedy="SGD, AdamW, ..."
+            )
+    for scheduler in schedulers:
+        if not callable(getattr(scheduler, "step", None)):
+            raise InvalidInputError(f"a scheduler has a step(); received {shortened(scheduler)}.")
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise InvalidInputError(
+                "ReduceLROnPlateau steps by a loss of your own choice.", remedy="leave it out, and step it yourself"
+            )
     if clip_norm is not None and not (
         isinstance(clip_norm, int | float) and clip_norm > 0 and not math.isnan(clip_norm)
     ):

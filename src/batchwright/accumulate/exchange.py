@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchwright.accumulate.loss_terms import REDUCTIONS, Reduction, Totals
-from batchwright.errors import BatchwrightError
+from batchwright.errors import BatchwrightError, InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,6 +70,7 @@ def exchange(
         *(float(kind in losses) for kind in REDUCTIONS),
         *(losses[kind].weighted_sum() if kind in losses else 0.0 for kind in REDUCTIONS),
         0.0 if square is None else square,
+        float(reader is None or reader.can_fill or bool(ahead)),
     ]
     rows = spread.gather(told)
     sums = [sum(column) for column in zip(*rows, strict=True)]
@@ -77,6 +78,13 @@ def exchange(
     if sums[4] and reader is not None:
         longest = 0
         reader.error = reader.error or BatchwrightError("the loader of another rank raised; see its traceback.")
+    if longest and sums[15] < spread.size and reader is not None:
+        longest = 0
+        empty = ", ".join(str(rank) for rank, row in enumerate(rows) if not row[15])
+        reader.error = InvalidInputError(
+            f"the loader of rank {empty} is empty: it has no micro-batch to keep step with the other ranks.",
+            remedy="a sampler that gives every rank at least one batch, such as DistributedSampler",
+        )
     totals = Totals(*sums[5:8])
     found = zip(REDUCTIONS, sums[8:11], sums[11:14], strict=True)
     learnt = Used(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.accumulate.audit_result import ModuleError
 
@@ -36,11 +37,14 @@ class Gradient:
         1.0
         """
         taken = {}
-        for name, parameter in model.named_parameters():
+        # Wrapped by DDP or compiled, a model is its only child, and its names have that before them.
+        inner = getattr(model, "_orig_mod", model)
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
+        for name, parameter in inner.named_parameters():
             if parameter.requires_grad:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                taken[name.replace("module.", "")] = gradient.detach().to("cpu", torch.float64, copy=True)
+                taken[name] = gradient.detach().to("cpu", torch.float64, copy=True)
         return Gradient(taken)
 
     @property
@@ -72,7 +76,7 @@ class Gradient:
     def is_rounded_to(self, dtype: torch.dtype) -> bool:
         """Whether every value is one that a narrower type can hold."""
         values = [value for value in self.by_name.values() if value.numel()]
-        return bool(values) and all(bool((value.to(dtype).double() == value).all()) for value in values)
+        return self.norm > 0 and all(bool((value.to(dtype).double() == value).all()) for value in values)
 
 
 def combined(gradients: Sequence[Gradient], weights: Sequence[float]) -> Gradient:

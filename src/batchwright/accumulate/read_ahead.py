@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from batchwright.accumulate.loss_terms import Totals, check_weight
 from batchwright.device.cutting import num_samples
 from batchwright.errors import InvalidInputError
-from batchwright.units import whole_number
+from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -93,17 +93,18 @@ class ReadAhead:
         """Take a window back that was read but not begun."""
         self._put_back = [*window, *self._put_back]
 
+    @property
+    def can_fill(self) -> bool:
+        """Whether there is any micro-batch to keep step with."""
+        return self._last is not None
+
     def filled(self, window: list[MicroBatch], num_micro_batches: int) -> list[MicroBatch]:
         """Return the window with fillers before it, so that its last micro-batch is a real one where there is any."""
         missing = num_micro_batches - len(window)
         if missing == 0:
             return window
         filler = window[0] if window else self._last
-        if filler is None:
-            raise InvalidInputError(
-                "this rank's loader is empty, and there is no micro-batch to keep step with the other ranks.",
-                remedy="a sampler that gives every rank at least one batch, such as DistributedSampler",
-            )
+        assert filler is not None, "a rank without any micro-batch was refused before"
         return [filler.as_filler()] * missing + window
 
     @staticmethod
@@ -124,10 +125,23 @@ class WindowSizes:
     def __init__(self, accumulation: Any) -> None:
         self.given = accumulation
         self._sizes: list[int] | None = None
+        if not callable(accumulation) and hasattr(accumulation, "__next__"):
+            raise InvalidInputError(
+                "accumulation is a number, a function of the step, or windows that can be read again in each epoch; "
+                f"received {shortened(accumulation)}, which is used up once.",
+                remedy="a list, or an object whose __iter__ begins anew",
+            )
         if not callable(accumulation) and hasattr(accumulation, "__iter__"):
-            self._sizes = [whole_number(size, "accumulation") for size in accumulation]
+            self.begin_epoch()
         elif not callable(accumulation):
             whole_number(accumulation, "accumulation")
+
+    def begin_epoch(self) -> None:
+        """Ask a sampler for the windows of this epoch."""
+        if not callable(self.given) and hasattr(self.given, "__iter__"):
+            self._sizes = [whole_number(size, "accumulation") for size in self.given]
+            if not self._sizes:
+                raise InvalidInputError("accumulation names no window.", remedy="one entry per window of the epoch")
 
     @property
     def num_named(self) -> int | None:

@@ -103,6 +103,8 @@ class Step:
         parts.append(f"{self.micro_batches} micro-batches")
         if self.norm is not None:
             parts.append(f"gradient norm {self.gradient_norm:.3g}")
+        if self.splits:
+            parts.append(f"{self.splits} splits")
         if self.skipped:
             parts.append(f"skipped: {self.skipped}")
         return ", ".join(parts)

@@ -54,8 +54,6 @@ class Windows:
         """Whether a loader is being read ahead."""
         return self._reader is not None
 
-    # --- filling a window
-
     def open(self, counts: Totals) -> OpenWindow:
         """Return the open window; without a reader a new one, as if all its micro-batches were alike."""
         if self._open is None:
@@ -63,8 +61,14 @@ class Windows:
             # What was used instead is corrected at the end. All ranks must assume the same: not what they have here.
             like = counts if self._spread.size == 1 else self._typical
             assumed = Totals(like.units or 1.0, like.samples or 1.0, 1.0).times(size * self._spread.size)
-            self._open = OpenWindow(assumed, size, ranks=self._spread.size)
+            self._begin(OpenWindow(assumed, size, ranks=self._spread.size))
+        assert self._open is not None
         return self._open
+
+    def _begin(self, window: OpenWindow) -> None:
+        # What somebody's backward left behind belongs to no window.
+        self._boundary.zero()
+        self._open = window
 
     def add(self, terms: list[LossTerm], counts: Totals) -> None:
         """Add the gradient of a micro-batch, or of a piece of one."""
@@ -101,13 +105,12 @@ class Windows:
             if self._open is None:
                 self.windows_done = self.micro_batches_done = 0
 
-    # --- reading a loader
-
     def begin_epoch(self) -> int:
         """Return how many micro-batches of the epoch are done: none, but right after `load_state_dict`."""
         if not self._resumes:
             self.windows_done = self.micro_batches_done = 0
         self._resumes = False
+        self.sizes.begin_epoch()
         return self.micro_batches_done
 
     def yielded(self, reader: ReadAhead) -> Iterator[Any]:
@@ -130,7 +133,7 @@ class Windows:
 
     def _yielded_window(self, reader: ReadAhead, planned: Planned) -> Iterator[Any]:
         filled = reader.filled(planned.micro_batches, planned.longest)
-        self._open = OpenWindow(planned.totals, planned.longest, ranks=self._spread.size)
+        self._begin(OpenWindow(planned.totals, planned.longest, ranks=self._spread.size))
         for micro_batch in filled:
             self._set_flag()
             self.awaited = micro_batch
@@ -144,8 +147,6 @@ class Windows:
     def _look_ahead(self) -> None:
         _, self._ahead = exchange(self._spread, None, None, self._reader, self._next_size)
         self._sizes_ahead = self.sizes
-
-    # --- the end of a window
 
     def _end(self, window: OpenWindow, *, is_synchronised: bool) -> Step:
         if self._spread.size > 1 and not is_synchronised:
@@ -185,8 +186,6 @@ class Windows:
             losses=tuple(used.losses.values()),
             norm=norm,
         )
-
-    # --- where it stands
 
     def set_sizes(self, sizes: WindowSizes) -> None:
         """Have the windows from now on be of other sizes."""

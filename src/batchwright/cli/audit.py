@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
+
 import click
 
 from batchwright.cli.options import Count, json_option, print_json
@@ -48,7 +51,8 @@ def command(
     from batchwright.report.progress import Progress
     from batchwright.targets import load_workload
 
-    with Progress() as progress:
+    # What the user's code prints must not get into the answer.
+    with Progress() as progress, redirect_stdout(sys.stderr):
         progress.say(f"loading {target}")
         workload = load_workload(target)
         progress.say("comparing gradients")

@@ -19,6 +19,8 @@ from batchwright.accumulate.checks import batch_norms
 from batchwright.accumulate.freezing import frozen_statistics
 from batchwright.accumulate.gradients import Gradient
 from batchwright.accumulate.without_dropout import without_dropout
+from batchwright.device.batches import tensors_in
+from batchwright.device.joining import join
 from batchwright.errors import InvalidInputError, import_extra
 from batchwright.integrations.trainer_probes import TrainerProbes
 from batchwright.units import counted
@@ -59,6 +61,7 @@ class TrainerSubject:
             )
         if next(trainer.model.parameters()).dtype in (torch.bfloat16, torch.float16):
             self.notes.append("the weights are 16 bits wide; they were compared in fp32")
+        self._collated: dict[int, Any] | None = None
         self._samples = self._first_window()
         self.model = copy.deepcopy(trainer.model).float()
         self.model.zero_grad(set_to_none=True)
@@ -93,16 +96,15 @@ class TrainerSubject:
 
     def reference(self, sizes: Sequence[int]) -> Gradient:
         """Return the gradient of one batch of all samples of a split."""
-        return self.of_loss([sample for micro_batch in self.micro_batches(sizes) for sample in micro_batch])
+        return self._run(self.micro_batches(sizes), at_once=len(sizes), accumulation=1).gradient
 
     def of_loss(self, batch: list[Any]) -> Gradient:
         """Return what the trainer would step with if this were its batch, without accumulation."""
-        return self._run(batch, size=len(batch), accumulation=1).gradient
+        return self._run([batch], at_once=1, accumulation=1).gradient
 
     def accumulated(self, micro_batches: Sequence[list[Any]]) -> CaughtWindow:
         """Return what the trainer would step with."""
-        samples = [sample for micro_batch in micro_batches for sample in micro_batch]
-        return self._run(samples, size=len(micro_batches[0]), accumulation=self._accumulation)
+        return self._run(micro_batches, at_once=1, accumulation=self._accumulation)
 
     def _first_window(self) -> list[list[Any]]:
         """Read the first window by the trainer's own loader, and keep its samples as the collator received them."""
@@ -116,16 +118,20 @@ class TrainerSubject:
                 return collate(samples)
 
             self._trainer.data_collator = keep
+            numbers = torch.random.get_rng_state()
             for _, _ in zip(range(self._accumulation), self._trainer.get_train_dataloader(), strict=False):
                 pass
+            torch.random.set_rng_state(numbers)
+            if seen and not _are_equal(collate(seen[0]), collate(seen[0])):
+                self._collated = {id(samples): collate(samples) for samples in seen[: self._accumulation]}
+                self.notes.append("the collator is random: each micro-batch was collated once, and they were joined")
         window = seen[: self._accumulation]
-        if len(window) > 1 and len(window[-1]) < len(window[0]):
-            window = window[:-1]
         if not window:
             raise InvalidInputError("the trainer's train_dataset is empty: there is nothing to audit with.")
         return window
 
-    def _run(self, samples: list[Any], *, size: int, accumulation: int) -> CaughtWindow:
+    def _run(self, micro_batches: Sequence[list[Any]], *, at_once: int, accumulation: int) -> CaughtWindow:
+        """Train on micro-batches, so many of them as one batch, up to the first optimizer step."""
         callbacks = import_extra("transformers", extra="transformers", purpose="audit of a Trainer")
         caught: list[Gradient] = []
         model = self.model
@@ -135,8 +141,19 @@ class TrainerSubject:
                 caught.append(Gradient.of(model))
                 raise _AtTheStep
 
-        with self._probes.prepared(size, accumulation, samples):
+        # One entry of the dataset is one micro-batch, so that neither its size nor its order can come out differently.
+        with self._probes.prepared(at_once, accumulation, list(range(len(micro_batches)))):
             trainer = self._trainer
+            collate = trainer.data_collator
+
+            def gather(numbers: list[int]) -> Any:
+                chosen = [micro_batches[number] for number in numbers]
+                if self._collated is not None:
+                    return join([copy.deepcopy(self._collated[id(samples)]) for samples in chosen])
+                return collate([sample for samples in chosen for sample in samples])
+
+            trainer.data_collator = gather
+            trainer.args.remove_unused_columns = False
             trainer.model = trainer.model_wrapped = model
             trainer.model_init = None
             trainer.args.max_grad_norm = 0.0
@@ -148,3 +165,8 @@ class TrainerSubject:
         gradient = caught[0] if caught else Gradient.of(model)
         model.zero_grad(set_to_none=True)
         return CaughtWindow(gradient, has_stepped=bool(caught), has_clipped=False)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    pairs = zip(tensors_in(one), tensors_in(other), strict=False)
+    return all(a.shape == b.shape and bool((a == b).all()) for a, b in pairs)

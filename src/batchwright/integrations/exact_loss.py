@@ -77,7 +77,10 @@ def exact_loss(trainer: Any, *, batch: Mapping[str, Any] | None = None) -> Exact
         return _unchanged(trainer, "exact_loss has been here before")
     if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
         return _unchanged(
-            trainer, "the loss is not the head's: Trainer hands the count to the function that computes it"
+            trainer,
+            "the loss is not the head's: Trainer hands the count to the function that computes it; bw.audit(trainer) "
+            "tells whether that uses it",
+            is_exact=trainer.compute_loss_func is None,
         )
     small = _small_batch(trainer) if batch is None else dict(batch)
     small = move_batch(small, trainer.args.device)
@@ -117,9 +120,9 @@ def _changed(trainer: Any, head: HeadCheck, unit: str | None, replaced: dict[str
     )
 
 
-def _unchanged(trainer: Any, reason: str, head: HeadCheck | None = None) -> ExactLoss:
+def _unchanged(trainer: Any, reason: str, head: HeadCheck | None = None, *, is_exact: bool = True) -> ExactLoss:
     head = head or HeadCheck(type(trainer.model).__name__, "divided", None, reason)
-    return ExactLoss(head, None, True, (), reason, {}, trainer)
+    return ExactLoss(head, None, is_exact, (), reason, {}, trainer)
 
 
 # --- the methods that take the place of Trainer's

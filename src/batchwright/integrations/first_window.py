@@ -11,16 +11,17 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from batchwright.accumulate.audit_result import TOLERANCES, Audit, SplitAudit
-from batchwright.accumulate.causes import BATCH_NORM, cause_by_weights
+from batchwright.accumulate.causes import BATCH_NORM, NOT_ADDITIVE, UNKNOWN, cause_by_weights
 from batchwright.accumulate.checks import batch_norms
 from batchwright.accumulate.gradients import Gradient, compare_modules
+from batchwright.accumulate.undisturbed import without_autocast
 from batchwright.accumulate.without_dropout import kept_random_state, without_dropout
 from batchwright.device.cutting import num_samples
 from batchwright.device.joining import join
 from batchwright.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
     from torch import nn
@@ -48,6 +49,7 @@ class FirstWindow:
         self._gradient: Gradient | None = None
         self._undo = ExitStack()
         self._off = self._undo.enter_context(without_dropout(model))
+        self._cast = self._undo.enter_context(without_autocast())
 
     def see(self, batch: Any) -> None:
         """Note a micro-batch before it runs."""
@@ -76,8 +78,9 @@ class FirstWindow:
         sizes = tuple(num_samples(batch) or 1 for batch in self._batches)
         cause = None
         if not is_exact:
-            has_norm = bool(batch_norms(self._model))
-            cause = BATCH_NORM if has_norm else cause_by_weights(self._gradient, reference, parts, self._accumulation)
+            cause = cause_by_weights(self._gradient, reference, parts, self._accumulation)
+            if cause in (NOT_ADDITIVE, UNKNOWN) and batch_norms(self._model):
+                cause = BATCH_NORM
         split = SplitAudit(sizes, self._gradient.ratio_to(reference), error, is_exact, cause.name if cause else None)
         return Audit(
             name=self._name,
@@ -89,8 +92,14 @@ class FirstWindow:
             cause=cause.name if cause else None,
             remedy=cause.remedy if cause else None,
             explanation=cause.explanation if cause else "",
-            notes=(f"dropout was off during this window ({counted(len(self._off), 'place')})",) if self._off else (),
+            notes=tuple(self._notes()),
         )
+
+    def _notes(self) -> Iterator[str]:
+        if self._off:
+            yield f"dropout was off during this window ({counted(len(self._off), 'place')})"
+        if self._cast:
+            yield f"autocast to {self._cast[0].removeprefix('torch.')} was off during this window"
 
     def _of(self, batch: Any) -> Gradient:
         gradients = [(parameter, parameter.grad) for parameter in self._model.parameters()]

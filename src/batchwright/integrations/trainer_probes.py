@@ -150,6 +150,8 @@ class TrainerProbes:
         trainer = self._trainer
         for name, value in vars(trainer).items():
             vars(trainer)[name] = _copied(value)
+        for name, value in vars(trainer.accelerator).items():
+            vars(trainer.accelerator)[name] = _copied(value)
         args = trainer.args = copy.copy(trainer.args)
         for name, value in _QUIET.items():
             if hasattr(args, name):
