@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test test-all format docs clean
+.PHONY: help demo test types tests test-all format docs clean
 
 help:
 	@echo "make demo    install, then predict a small GPT's memory, find its micro-batch and plan its batch"
@@ -32,7 +32,13 @@ demo: $(VENV)/.ready-to-run
 test: $(VENV)/.ready-to-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory -j 2 types tests
+
+# Side by side: the types are one process's work, and would leave the other cores idle.
+types: $(VENV)/.ready-to-test
 	$(BIN)/mypy
+
+tests: $(VENV)/.ready-to-test
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 # The slow ones too (tests/slow.py).
