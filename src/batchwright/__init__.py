@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from batchwright.memory.estimate import estimate
     from batchwright.memory.recommend import Recommendation, recommend
     from batchwright.memory.result import Estimate
+    from batchwright.noise.best_batch import best_batch
+    from batchwright.noise.branches import measure_critical_batch
+    from batchwright.noise.noise_scale import NoiseScale
+    from batchwright.noise.ramp import BatchRamp
     from batchwright.planning.advice import Advice, advise
     from batchwright.planning.config_check import ConfigCheck, check_config
     from batchwright.planning.plan import Plan, plan
@@ -37,21 +41,25 @@ __all__ = [
     "Accumulator",
     "Advice",
     "Audit",
+    "BatchRamp",
     "BatchwrightError",
     "CachedLoss",
     "ConfigCheck",
     "Estimate",
     "Fit",
     "LossTerm",
+    "NoiseScale",
     "Plan",
     "Recommendation",
     "Workload",
     "advise",
     "audit",
+    "best_batch",
     "check_config",
     "estimate",
     "find_batch_size",
     "fit",
+    "measure_critical_batch",
     "plan",
     "recommend",
 ]
@@ -60,21 +68,25 @@ _HOMES = {
     "Accumulator": "accumulate.accumulator",
     "Advice": "planning.advice",
     "Audit": "accumulate.audit_result",
+    "BatchRamp": "noise.ramp",
     "BatchwrightError": "errors",
     "CachedLoss": "accumulate.cached_loss",
     "ConfigCheck": "planning.config_check",
     "Estimate": "memory.result",
     "Fit": "fitting.result",
     "LossTerm": "accumulate.loss_terms",
+    "NoiseScale": "noise.noise_scale",
     "Plan": "planning.plan",
     "Recommendation": "memory.recommend",
     "Workload": "workload",
     "advise": "planning.advice",
     "audit": "integrations.audit",
+    "best_batch": "noise.best_batch",
     "check_config": "planning.config_check",
     "estimate": "memory.estimate",
     "find_batch_size": "fitting.find_batch_size",
     "fit": "fitting.fit",
+    "measure_critical_batch": "noise.branches",
     "plan": "planning.plan",
     "recommend": "memory.recommend",
 }

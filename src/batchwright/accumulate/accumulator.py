@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from batchwright.accumulate.loss_terms import LossTerm
     from batchwright.accumulate.step import Step
+    from batchwright.accumulate.watching import WindowWatcher
 
 
 class Accumulator:
@@ -89,7 +90,9 @@ class Accumulator:
         )
         self.model = model
         self._boundary = boundary
-        self._has_scaler = scaler is not None
+        self.scaler = scaler
+        self.spread = spread
+        self.schedulers = as_list(scheduler)
         self._splits = on_oom == "split"
         self._windows = Windows(spread, boundary, sizes, reduces_itself=precise or self._splits)
         self._same_weights = SameWeights(model, optimizers)
@@ -185,6 +188,11 @@ class Accumulator:
         reader = ReadAhead(loader, weight, skip=self._windows.begin_epoch())
         yield from self._windows.yielded(reader)
 
+    def watch(self, watcher: WindowWatcher | None) -> None:
+        """Have something look at every window from now on, such as `NoiseScale`; None for nobody."""
+        self._windows.check_closed(remedy="begin to watch when backward has returned a Step")
+        self._windows.watch(watcher)
+
     def state_dict(self) -> dict[str, int]:
         """Return where training stands, as of the last finished window."""
         return self._windows.state_dict()
@@ -195,7 +203,7 @@ class Accumulator:
         self._windows.load_state_dict(state)
 
     def _add(self, loss: Any, counts: Totals) -> None:
-        terms = read_terms(loss, must_be_finite=not self._has_scaler and counts.units > 0)
+        terms = read_terms(loss, must_be_finite=self.scaler is None and counts.units > 0)
         if self._can_look_at_weights:
             self._same_weights.check()
         if not counts.samples and counts.window and any(term.over == "samples" for term in terms):

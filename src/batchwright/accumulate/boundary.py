@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from batchwright.accumulate.shards import local_part, num_copies
 from batchwright.accumulate.undisturbed import clipping_is_off
 from batchwright.accumulate.wide_gradients import (
     WideShares,
@@ -99,7 +100,7 @@ class Boundary:
     @property
     def gradients(self) -> list[torch.Tensor]:
         """The gradients that are there, of sharded weights this rank's piece."""
-        return [_local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        return [local_part(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
 
     @property
     def has_gradients(self) -> bool:
@@ -126,8 +127,8 @@ class Boundary:
         alike: dict[tuple[float, torch.device, torch.dtype], list[torch.Tensor]] = {}
         for gradient in (parameter.grad for parameter in self.parameters):
             if gradient is not None:
-                kind = (_copies(gradient), gradient.device, gradient.dtype)
-                alike.setdefault(kind, []).append(_local(gradient))
+                kind = (num_copies(gradient), gradient.device, gradient.dtype)
+                alike.setdefault(kind, []).append(local_part(gradient))
         squares = []
         for (copies, device, _), gradients in alike.items():
             norms = torch.stack(torch._foreach_norm(gradients, 2))
@@ -195,30 +196,12 @@ def _sum(scalars: list[torch.Tensor]) -> torch.Tensor:
     return scalars[0] if len(scalars) == 1 else torch.stack([scalar.reshape(()) for scalar in scalars]).sum()
 
 
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    # Most are plain, and asking for their type is the quicker question.
-    if type(gradient) is torch.Tensor or not hasattr(gradient, "to_local"):
-        return gradient
-    local: torch.Tensor = gradient.to_local()
-    return local
-
-
 def _at_most_1(room: float) -> float:
     return 1.0 if room > 1 else room
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _copies(gradient: torch.Tensor) -> float:
-    if type(gradient) is torch.Tensor:
-        return 1.0
-    placements = getattr(gradient, "placements", ())
-    mesh = getattr(gradient, "device_mesh", None)
-    return (
-        math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_replicate()) if mesh else 1.0
-    )
 
 
 def _let_go(handles: list[Any], narrow: list[nn.Parameter]) -> None:

@@ -14,7 +14,7 @@ from batchwright.accumulate.loss_terms import REDUCTIONS, Reduction, Totals
 from batchwright.errors import BatchwrightError, InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -44,6 +44,8 @@ class Used:
     """The mean of each reduction that had any."""
     square: Any
     """The squared norm of the gradient; None where nobody asked."""
+    watched: list[Sequence[Any]]
+    """What the watcher of each rank told; in one process not yet read either."""
 
 
 def exchange(
@@ -52,16 +54,21 @@ def exchange(
     square: torch.Tensor | None,
     reader: ReadAhead | None,
     size_of: Callable[[], int],
+    pieces: Callable[[], int],
+    watched: Sequence[Any] = (),
 ) -> tuple[Used, Planned | None]:
-    """Tell the other ranks what `window` used, read the next one of `size_of()` micro-batches, and learn of both."""
-    ahead = [] if reader is None else reader.read_window(size_of)
+    """Tell the other ranks what `window` used, read the next one of `size_of()` micro-batches, and learn of both.
+
+    `watched` are numbers of a watcher, as many on every rank; `pieces` says what a single micro-batch is cut into.
+    """
+    ahead = [] if reader is None else reader.read_window(size_of, pieces)
     counts = sum((micro_batch.counts for micro_batch in ahead), Totals())
     has_failed = reader is not None and reader.error is not None
     used = Totals() if window is None else window.used
     losses = {} if window is None else window.losses
     if spread.size == 1:
         has_next = bool(ahead) and not has_failed
-        return Used(used, dict(losses), square), Planned(ahead, counts, len(ahead)) if has_next else None
+        return Used(used, dict(losses), square, [watched]), Planned(ahead, counts, len(ahead)) if has_next else None
     told = [
         *(counts.of(kind) for kind in REDUCTIONS),
         float(len(ahead)),
@@ -71,6 +78,7 @@ def exchange(
         *(losses[kind].weighted_sum() if kind in losses else 0.0 for kind in REDUCTIONS),
         0.0 if square is None else square,
         float(reader is None or reader.can_fill or bool(ahead)),
+        *watched,
     ]
     rows = spread.gather(told)
     sums = [sum(column) for column in zip(*rows, strict=True)]
@@ -92,5 +100,6 @@ def exchange(
         losses={kind: loss / totals.of(kind) for kind, is_there, loss in found if is_there},
         # Where every rank holds whole gradients they are alike; shards add up.
         square=None if square is None else sums[14] if spread.gathers_in_forward else rows[0][14],
+        watched=[row[16:] for row in rows],
     )
     return learnt, Planned(ahead, Totals(*sums[:3]), longest) if longest else None

@@ -7,11 +7,11 @@ Promises:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from batchwright.accumulate.loss_terms import Totals, check_weight
-from batchwright.device.cutting import num_samples
+from batchwright.device.cutting import cut, num_samples
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened, whole_number
 
@@ -26,10 +26,26 @@ class MicroBatch:
     batch: Any
     counts: Totals
     num_samples: int | None
+    num_read: int = 1
+    """Micro-batches of the loader that are used up with it: none for the further pieces of one that was cut."""
 
     def as_filler(self) -> MicroBatch:
         """Return the same micro-batch at weight zero."""
         return MicroBatch(self.batch, Totals(), self.num_samples)
+
+    def cut_in(self, num_pieces: int, weight: Any) -> list[MicroBatch]:
+        """Return it in as many pieces, of about as many samples each; whole where it has fewer samples.
+
+        >>> import torch
+        >>> [piece.counts.units for piece in counted_micro_batch(torch.ones(5, 2), None).cut_in(2, None)]
+        [3.0, 2.0]
+        """
+        samples = self.num_samples or 0
+        if num_pieces < 2 or samples < num_pieces or not (weight is None or callable(weight)):
+            return [self]
+        sizes = [samples // num_pieces + (index < samples % num_pieces) for index in range(num_pieces)]
+        pieces = [counted_micro_batch(piece, weight) for piece in cut(self.batch, sizes)]
+        return [replace(piece, num_read=int(index == 0)) for index, piece in enumerate(pieces)]
 
 
 def counted_micro_batch(batch: Any, weight: Any) -> MicroBatch:
@@ -52,12 +68,16 @@ class ReadAhead:
 
     def __init__(self, loader: Iterable[Any], weight: Any, *, skip: int = 0) -> None:
         self._micro_batches = self._counted(loader, weight, skip)
+        self._weight = weight
         self._put_back: list[MicroBatch] = []
         self._last: MicroBatch | None = None
         self.error: Exception | None = None
 
-    def read_window(self, size_of: Callable[[], int]) -> list[MicroBatch]:
-        """Return the next window of as many micro-batches as `size_of` says; what it raises ends the epoch too."""
+    def read_window(self, size_of: Callable[[], int], pieces: Callable[[], int]) -> list[MicroBatch]:
+        """Return the next window of as many micro-batches as `size_of` says; what it raises ends the epoch too.
+
+        A window of one micro-batch is cut into as many pieces as `pieces` says.
+        """
         if self.error is not None:
             return []
         try:
@@ -67,10 +87,11 @@ class ReadAhead:
                     "accumulation names fewer micro-batches than the loader has.",
                     remedy="one entry per window of the epoch",
                 )
+            window = self.read(size)
+            return window[0].cut_in(pieces(), self._weight) if size == 1 and window else window
         except Exception as error:
             self.error = error
             return []
-        return self.read(size)
 
     def read(self, num_micro_batches: int) -> list[MicroBatch]:
         """Return the next so many, fewer or none at the end."""

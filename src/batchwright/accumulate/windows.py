@@ -14,6 +14,7 @@ from batchwright.accumulate.exchange import exchange
 from batchwright.accumulate.loss_terms import Totals
 from batchwright.accumulate.open_window import OpenWindow
 from batchwright.accumulate.step import Step
+from batchwright.accumulate.watching import NOBODY
 from batchwright.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from batchwright.accumulate.loss_terms import LossTerm
     from batchwright.accumulate.parallel import OneProcess
     from batchwright.accumulate.read_ahead import MicroBatch, ReadAhead, WindowSizes
+    from batchwright.accumulate.watching import WindowWatcher
 
 NO_UNITS = "the window holds no units: every weight is 0"
 
@@ -45,6 +47,7 @@ class Windows:
         self._ahead: Planned | None = None
         self._sizes_ahead = sizes
         self._resumes = False
+        self._watcher: WindowWatcher = NOBODY
         self._typical = Totals()
         """A micro-batch of the last window, on average over all ranks."""
         self._set_flag()
@@ -65,6 +68,11 @@ class Windows:
         assert self._open is not None
         return self._open
 
+    def watch(self, watcher: WindowWatcher | None) -> None:
+        """Have something look at every window from now on."""
+        self._watcher = watcher or NOBODY
+        self._expect(self._next_size())
+
     def _begin(self, window: OpenWindow) -> None:
         # What somebody's backward left behind belongs to no window.
         self._boundary.zero()
@@ -76,7 +84,8 @@ class Windows:
         shares = window.shares(terms, counts)
         # Where other ranks wait for every weight that this loss reaches, what counts nothing is run through as well.
         keeps_step = self._spread.gathers_in_forward or self._synchronises(window)
-        self._boundary.backward([term.value for term in terms], shares, keeps_step=keeps_step)
+        with self._watcher.around(shares, counts):
+            self._boundary.backward([term.value for term in terms], shares, keeps_step=keeps_step)
         window.num_with_gradient += any(shares)
         window.add(terms, counts)
 
@@ -127,6 +136,7 @@ class Windows:
             if reader.error is not None:
                 raise reader.error
             self.windows_done = self.micro_batches_done = 0
+            self._expect(self._next_size())
         finally:
             self._reader = self._ahead = self.awaited = None
             self._spread.restore()
@@ -134,6 +144,7 @@ class Windows:
     def _yielded_window(self, reader: ReadAhead, planned: Planned) -> Iterator[Any]:
         filled = reader.filled(planned.micro_batches, planned.longest)
         self._begin(OpenWindow(planned.totals, planned.longest, ranks=self._spread.size))
+        self._expect(planned.longest)
         for micro_batch in filled:
             self._set_flag()
             self.awaited = micro_batch
@@ -145,7 +156,7 @@ class Windows:
                 )
 
     def _look_ahead(self) -> None:
-        _, self._ahead = exchange(self._spread, None, None, self._reader, self._next_size)
+        _, self._ahead = exchange(self._spread, None, None, self._reader, self._next_size, self._watcher.pieces)
         self._sizes_ahead = self.sizes
 
     def _end(self, window: OpenWindow, *, is_synchronised: bool) -> Step:
@@ -154,10 +165,11 @@ class Windows:
         self._boundary.unscale()
         self.number += 1
         self.windows_done += 1
-        self.micro_batches_done += 0 if self._ahead is None else len(self._ahead.micro_batches)
+        self.micro_batches_done += 0 if self._ahead is None else sum(m.num_read for m in self._ahead.micro_batches)
         has_norm = self._boundary.needs_norm(is_sharded=self._spread.gathers_in_forward)
         square = self._boundary.square_of_norm() if has_norm else None
-        used, self._ahead = exchange(self._spread, window, square, self._reader, self._next_size)
+        told, pieces = self._watcher.tell(), self._watcher.pieces
+        used, self._ahead = exchange(self._spread, window, square, self._reader, self._next_size, pieces, told)
         self._sizes_ahead = self.sizes
         self._typical = used.totals.times(1 / (used.totals.window or 1.0))
         self._open = None
@@ -166,15 +178,19 @@ class Windows:
         finally:
             self._boundary.zero()
             self._set_flag()
+            if not self.is_reading:
+                self._expect(self._next_size())
 
     def _stepped(self, window: OpenWindow, used: Used) -> Step:
         norm = None
         if used.losses:
             factor = window.correction(used.totals, used.losses)
+            self._watcher.learn(used.watched, factor)
             norm = None if used.square is None else used.square**0.5 * factor
             skipped = self._boundary.step(factor, norm)
         else:
             skipped = NO_UNITS
+            self._watcher.learn(used.watched, 0.0)
             self._boundary.drop()
         return Step(
             number=self.number,
@@ -232,6 +248,9 @@ class Windows:
         self._resumes = True
         self.number = state["number"]
         self.windows_done, self.micro_batches_done = state["windows_done"], state["micro_batches_done"]
+
+    def _expect(self, num_micro_batches: int) -> None:
+        self._watcher.expect(num_micro_batches * self._spread.size)
 
     def _next_size(self) -> int:
         named = self.sizes.num_named

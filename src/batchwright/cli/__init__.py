@@ -21,6 +21,7 @@ COMMANDS = {
     "fit": "Find the largest micro-batch that fits, by running it.",
     "plan": "Split an effective batch into micro-batch x accumulation x devices.",
     "audit": "Compare the accumulated gradient with that of the big batch.",
+    "noise": "Train for some steps and measure the critical batch size, with its interval.",
     "recommend": "Recommend a micro-batch from a model's size and the memory there is.",
     "advise": "Say what to change when out of memory, unstable or slow.",
     "explain": "Explain the concepts, in English or Chinese.",

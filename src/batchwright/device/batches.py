@@ -121,12 +121,17 @@ def _moves_itself(value: Any) -> bool:
     return callable(getattr(value, "to", None)) and not isinstance(value, type)
 
 
-def _batch_from_data(workload: Workload, micro_batch: int, shape: Mapping[str, Any]) -> Any:
-    if shape:
+def check_data_has_no_shape(workload: Workload, shape: Mapping[str, Any]) -> None:
+    """Refuse a shape where samples are taken as they are."""
+    if shape and workload.data is not None:
         raise InvalidInputError(
             f"a shape ({', '.join(shape)}) was asked for, but the workload takes its samples from data=.",
             remedy="hand in batch=lambda n, seq_len=...: ... to make samples of a shape",
         )
+
+
+def _batch_from_data(workload: Workload, micro_batch: int, shape: Mapping[str, Any]) -> Any:
+    check_data_has_no_shape(workload, shape)
     data = workload.data
     if len(data) < micro_batch:
         raise InvalidInputError(

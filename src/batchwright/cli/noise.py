@@ -1,0 +1,82 @@
+"""`batchwright noise`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import redirect_stdout
+from typing import Any
+
+import click
+
+from batchwright.cli.options import Count, json_option, print_json
+
+
+@click.command("noise")
+@click.argument("target")
+@click.option("--effective-batch", type=Count(), default=64, show_default=True, help="Samples per optimizer step.")
+@click.option("--steps", type=Count(), default=200, show_default=True, help="Optimizer steps to train.")
+@click.option(
+    "--micro-batch", type=Count(), help="Samples in one forward and backward. Default: a quarter of a step's."
+)
+@click.option("--on", default="cpu", show_default=True, metavar="DEVICE", help="Where to train: cpu, cuda, mps, xpu.")
+@click.option("--shape", "shapes", metavar="NAME=VALUE", multiple=True, help="An argument of the workload's batch.")
+@click.option("--every", type=Count(), default=1, show_default=True, help="Look at one step in so many.")
+@click.option("--clip-norm", type=float, help="Clip the gradient of a step to this norm.")
+@click.option("--unit", help="What the workload's units are, such as tokens.")
+@click.option("--times", metavar="LIST", help="Seconds of whole steps by batch, such as 32=0.11,64=0.19,128=0.36.")
+@click.option("--seed", type=Count(least=0), default=0, show_default=True, help="For weights, order and samples.")
+@click.option("--plot", metavar="FILE", help="Draw the trend to a .png, .svg or .pdf file.")
+@json_option
+def command(target: str, as_json: bool, **options: Any) -> int:
+    """Train for some steps and measure the critical batch size, with its interval.
+
+    TARGET is a workload (path.py:function or module:function). It is trained for real, on its own data; nothing is
+    kept of it. Ends with 1 where the upper end of the critical batch is not resolved.
+
+    \b
+    batchwright noise train.py:workload --effective-batch 64 --steps 200
+    batchwright noise train.py:workload --times 32=0.11,64=0.19,128=0.36 --plot trend.png
+    torchrun --nproc-per-node 2 -m batchwright noise train.py:workload
+    """
+    from batchwright.cli.estimate import parse_shape
+    from batchwright.noise.step_times import parse_step_times
+    from batchwright.targets import find_target
+
+    shape = parse_shape(options.pop("shapes"))
+    times = None if options["times"] is None else parse_step_times(options["times"])
+    plot = options.pop("plot")
+    if plot is not None:
+        from batchwright.report.noise_plot import check_ending
+
+        check_ending(plot)
+    find_target(target)
+    # Under torchrun every rank comes to the same answer; one of them tells it.
+    speaks = os.environ.get("RANK", "0") == "0"
+    found = _measure(target, {**options, "shape": shape, "times": times}, speaks=speaks)
+    if not speaks:
+        return 0
+    if plot is not None:
+        from batchwright.report.noise_plot import plot_noise
+
+        plot_noise(found, plot)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        from batchwright.report.console import print_answer
+
+        print_answer(found)
+    return 0 if found.critical_batch.resolved else 1
+
+
+def _measure(target: str, options: dict[str, Any], *, speaks: bool) -> Any:
+    from batchwright.noise.noise_run import measure_noise
+    from batchwright.noise.process_group import process_group
+    from batchwright.report.progress import Progress
+    from batchwright.targets import load_workload
+
+    # What the user's code prints must not get into the answer.
+    with Progress() as progress, redirect_stdout(sys.stderr), process_group(options["on"]) as device:
+        say = progress.say if speaks else lambda _: None
+        say(f"loading {target}")
+        return measure_noise(load_workload(target), **{**options, "on": device}, progress=say)

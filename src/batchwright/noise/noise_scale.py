@@ -1,0 +1,254 @@
+"""`NoiseScale`: the critical batch size while training runs, with its interval.
+
+Promises:
+- training is not changed: no gradient, weight or random number, and nothing is read from a device until somebody asks;
+- all ranks give the same answer;
+- a window that cannot be used is left out, counted in `skipped` by its reason, and never becomes a number.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from batchwright.accumulate.accumulator import Accumulator
+from batchwright.accumulate.checks import as_list, batch_norms, check_same_weights
+from batchwright.errors import InvalidInputError
+from batchwright.noise.own_loop import OwnLoop
+from batchwright.noise.ranks_alike import RanksAlike
+from batchwright.noise.simple import estimate
+from batchwright.noise.track import Track
+from batchwright.noise.watched_windows import WatchedWindows
+from batchwright.noise.window_sums import REASONS, Told
+from batchwright.units import shortened, whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchwright.noise.critical_batch import CriticalBatch
+    from batchwright.noise.leaves import Weights
+    from batchwright.noise.track import HistoryPoint
+
+# Numbers that wait on a device; read together, so that a long run that nobody asks does not pile them up.
+_MOST_UNREAD = 64
+# As many in a row, with none that could be used, are no accident.
+_MANY_SKIPPED = 10
+
+BATCH_NORM_WARNING = (
+    "{names}: batch normalization ties the samples of a micro-batch together, so their gradients are not independent "
+    "and the noise scale is that of the micro-batch in use; a batch of another size has another one"
+)
+
+
+class NoiseScaleWarning(UserWarning):
+    """What is measured is not quite the noise scale."""
+
+
+class NoiseScale:
+    """Measure the critical batch of a training run, from an Accumulator or from a loop of one's own.
+
+    >>> import torch
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Linear(4, 1)
+    >>> accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=1e-3), accumulation=4)
+    >>> noise = NoiseScale(accumulator)
+    >>> for micro in accumulator.micro_batches([torch.randn(8, 4) for _ in range(400)]):
+    ...     step = accumulator.backward((model(micro) - micro.sum(1, keepdim=True)).pow(2).mean())
+    >>> found = noise.critical_batch
+    >>> found.observations, found.unit, found.low < found.value < found.high
+    (100, 'samples', True)
+
+    For a loop of one's own: `NoiseScale(model, optimizer=optimizer, micro_batch=8)`, made before the loop begins.
+    `every` looks at one step in so many; `window` is the number of units that the average goes over, by default those
+    of 200 steps; `unit` names what the weights count; `population` is the size of a dataset that is drawn from without
+    replacement; `scaler` is a loop's GradScaler.
+    """
+
+    def __init__(
+        self,
+        accumulator_or_model: Any,
+        *,
+        optimizer: Any = None,
+        micro_batch: int | None = None,
+        scaler: Any = None,
+        every: int = 1,
+        window: float | None = None,
+        unit: str | None = None,
+        population: int | None = None,
+    ) -> None:
+        every = whole_number(every, "every")
+        if window is not None and not window > 0:
+            raise InvalidInputError(f"window must be above 0, in samples or what else is counted; received {window}.")
+        self._population = None if population is None else whole_number(population, "population")
+        self._skipped: Counter[str] = Counter()
+        self.notes: list[str] = []
+        """What has to be said about the measurement."""
+        self._unread: list[tuple[Sequence[Sequence[Any]], float, int]] = []
+        self._source: WatchedWindows | OwnLoop
+        self.accumulator = accumulator_or_model if isinstance(accumulator_or_model, Accumulator) else None
+        """What is watched; None for a loop of the user's own."""
+        if isinstance(accumulator_or_model, Accumulator):
+            if optimizer is not None or micro_batch is not None or scaler is not None:
+                raise InvalidInputError(
+                    "an Accumulator knows its optimizer, its micro-batches and its scaler; received one of them too.",
+                    remedy="NoiseScale(accumulator)",
+                )
+            model = accumulator_or_model.model
+            self._source = self._watched(accumulator_or_model, every)
+        else:
+            model = accumulator_or_model
+            self._source = self._of_own_loop(model, as_list(optimizer), micro_batch, scaler, every)
+        names = self._source.leaves.weights.names
+        self._alike = RanksAlike()
+        self._track = Track(window=window, unit=unit or "samples", names=names)
+        self._has_unit = unit is not None
+        if batch_norms(model):
+            self.note(BATCH_NORM_WARNING.format(names=", ".join(batch_norms(model)[:3])))
+
+    @staticmethod
+    def estimate(gradients: Any, micro_batch: Any = 1) -> float | None:
+        """Return the noise scale of one step from a list of micro-batch gradients; see `noise.simple.estimate`."""
+        return estimate(gradients, micro_batch)
+
+    @property
+    def critical_batch(self) -> CriticalBatch | None:
+        """The estimate over the window; None before the first observation."""
+        self._read()
+        return self._track.critical_batch()
+
+    @property
+    def by_group(self) -> dict[str, CriticalBatch]:
+        """The estimate for each of the optimizer's parameter groups."""
+        self._read()
+        found = {name: self._track.critical_batch(group) for group, name in enumerate(self._track.names)}
+        return {name: each for name, each in found.items() if each is not None}
+
+    @property
+    def history(self) -> list[HistoryPoint]:
+        """The estimate along the run, four points per window."""
+        self._read()
+        return list(self._track.history)
+
+    @property
+    def progress(self) -> tuple[float | None, float]:
+        """The units that are averaged over, None before the first observation, and those that were seen in all."""
+        self._read()
+        return self._track.window, self._track.total_units
+
+    @property
+    def observations(self) -> int:
+        """Steps that were measured so far."""
+        self._read()
+        return self._track.num_seen
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Windows that could not be used, by reason."""
+        self._read()
+        return dict(self._skipped)
+
+    def average_over(self, window: float) -> None:
+        """Average over another number of units from now on."""
+        self._read()
+        self._track.average_over(window)
+
+    def restart(self) -> None:
+        """Forget the window, after something was changed that changes the gradients themselves."""
+        self._read()
+        self._track.restart()
+
+    def close(self) -> None:
+        """Stop measuring, and take every hook away; the answers stay."""
+        self._read()
+        self._source.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything measured so far as plain data."""
+        self._read()
+        return {"track": self._track.state_dict(), "skipped": dict(self._skipped), "notes": list(self.notes)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` stood."""
+        names = self._track.names
+        if state["track"]["names"] != names:
+            raise InvalidInputError(
+                f"this state is of the parameter groups {state['track']['names']}; the optimizer has {names}."
+            )
+        self._unread.clear()
+        self._track.load_state_dict(state["track"])
+        self._skipped, self.notes = Counter(state["skipped"]), list(state["notes"])
+
+    def learn(self, rows: Sequence[Sequence[Any]], factor: float, number: int) -> None:
+        """Take what all ranks told of a window; it is read when somebody asks."""
+        self._unread.append((rows, factor, number))
+        if len(self._unread) >= _MOST_UNREAD:
+            self._read()
+
+    def skip(self, reason: int) -> None:
+        """Count a window that cannot be used."""
+        self._skipped[REASONS[reason]] += 1
+        if self._skipped.total() == _MANY_SKIPPED and not self._track.num_seen:
+            self.note(f"the first {_MANY_SKIPPED} windows could not be used; the last because of {REASONS[reason]}")
+
+    def weights_changed(self, weights: Weights) -> None:
+        """Begin anew: weights were frozen, thawed, added or taken away."""
+        self._read()
+        self._track.restart()
+        self._track.names = list(weights.names)
+        self.notes.append(f"the weights that train changed after {self._track.num_seen} observations: measured anew")
+
+    def note(self, text: str) -> None:
+        """Say something once, as a warning and in `notes`."""
+        if text not in self.notes:
+            self.notes.append(text)
+            warnings.warn(text, NoiseScaleWarning, stacklevel=3)
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        for rows, factor, number in unread:
+            told = Told.read(
+                rows,
+                len(self._track.names),
+                factor=factor,
+                is_sharded=self._source.is_sharded,
+                population=self._population,
+            )
+            if told.reason:
+                self.skip(told.reason)
+                continue
+            self._name_unit(told)
+            self._track.add(told.observations, step=number, samples=told.samples)
+            if self._alike.add(told.squares_by_rank):
+                self.note(self._alike.warning)
+
+    def _name_unit(self, told: Told) -> None:
+        if not self._has_unit and told.samples and abs(told.samples - told.units) > 1e-6 * told.units:
+            self._track.unit = "units"
+
+    def _watched(self, accumulator: Accumulator, every: int) -> WatchedWindows:
+        source = WatchedWindows(accumulator, every=every, sink=self)
+        accumulator.watch(source)
+        return source
+
+    def _of_own_loop(
+        self, model: Any, optimizers: list[Any], micro_batch: int | None, scaler: Any, every: int
+    ) -> OwnLoop:
+        if not hasattr(model, "named_parameters"):
+            raise InvalidInputError(
+                f"NoiseScale takes an Accumulator, or a model with its optimizer; received {shortened(model)}."
+            )
+        if not optimizers or micro_batch is None:
+            raise InvalidInputError(
+                "for a loop of your own NoiseScale needs the optimizer that steps and the samples of a micro-batch.",
+                remedy="NoiseScale(model, optimizer=optimizer, micro_batch=8), or NoiseScale(accumulator)",
+            )
+        check_same_weights(model, optimizers)
+        return OwnLoop(
+            model,
+            optimizers,
+            micro_batch=whole_number(micro_batch, "micro_batch"),
+            scaler=scaler,
+            every=every,
+            sink=self,
+        )

@@ -1,0 +1,216 @@
+"""The gradients of a loop that is the user's own: forward, backward as often as it likes, then optimizer.step().
+
+Promises:
+- the mean gradient is read at the end of the last backward, after ranks are synchronised and before anything is
+  unscaled or clipped, so that neither changes the answer;
+- every micro-batch is taken to weigh the same; how the loop scales its loss does not matter, as long as it does not
+  change. Micro-batches of another size are noticed, and their window is left out.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from batchwright.accumulate.parallel import how_spread
+from batchwright.device.cutting import num_samples
+from batchwright.noise.example_norms import ExampleNorms, UnknownModuleError
+from batchwright.noise.gradient_squares import squares_of_gradients
+from batchwright.noise.leaves import LeafSquares, Weights
+from batchwright.noise.window_sums import DROPPED, IN_PIECES, OTHER_SIZES, UNEXPECTED, UNPAIRED, WindowSums
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from batchwright.noise.window_sums import Sink
+
+
+class OwnLoop:
+    """Watches forward, backward and step of a loop through hooks, and hands on the squares of each window."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        micro_batch: int,
+        scaler: Any,
+        every: int,
+        sink: Sink,
+    ) -> None:
+        self._model, self._optimizers = model, list(optimizers)
+        self._micro_batch, self._scaler, self._every = micro_batch, scaler, every
+        # The sink holds this object, and must be free to go, and its hooks with it.
+        self._sink: Sink = weakref.proxy(sink)
+        self._reason = ""
+        self._spread = how_spread(model)
+        self.leaves = LeafSquares(model, Weights.of(model, optimizers))
+        me = weakref.ref(self)
+        self._on_first = _to(me, OwnLoop._backward_begins)
+        self._num_windows = 0
+        # The mean gradient is read from the backward on that was the last of the window before: most loops are even.
+        self._num_before = 1
+        self._sums: WindowSums | None = None
+        self._of_mean: torch.Tensor | None = None
+        self._num_forward = self._num_backward = 0
+        self._examples = self._known_examples()
+        self._is_by_example = False
+        handles = [
+            model.register_forward_pre_hook(_to(me, OwnLoop._forward), with_kwargs=True),
+            # One step of the first optimizer is one window.
+            self._optimizers[0].register_step_pre_hook(_to(me, OwnLoop._step)),
+        ]
+        self.let_go = weakref.finalize(self, _remove, handles)
+        self._begin()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold pieces of gradients."""
+        return self._spread.gathers_in_forward
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share a step."""
+        return self._spread.size
+
+    def close(self) -> None:
+        """Take every hook away."""
+        self.leaves.let_go()
+        self.let_go()
+        self._look_at_examples(False)
+
+    def _begin(self) -> None:
+        self._of_mean = None
+        self._num_forward = self._num_backward = 0
+        self._sums = None
+        is_measured = self._num_windows % self._every == 0
+        if is_measured:
+            weights = Weights.of(self._model, self._optimizers)
+            if not weights.is_same_as(self.leaves.weights):
+                self.leaves.let_go()
+                self.leaves = LeafSquares(self._model, weights)
+                self._examples = self._known_examples()
+                self._sink.weights_changed(weights)
+            self._sums = WindowSums(len(weights.names))
+            self._wait()
+        self._look_at_examples(is_measured and self._num_before * self._spread.size == 1)
+
+    def _wait(self) -> None:
+        """Be ready for the next backward, whenever it comes."""
+        examples = self._examples.squares_of if self._examples and self._is_by_example else None
+        self.leaves.start(on_first=self._on_first, of_examples=examples)
+
+    def _forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._sums is None or not torch.is_grad_enabled():
+            return
+        if self._num_backward and not self.is_sharded and not self._has_gradients():
+            # They were thrown away without a step, as a scaler does that found an infinity.
+            self._sink.skip(DROPPED)
+            self._drop()
+        self._num_forward += 1
+        size = num_samples([*args, *kwargs.values()])
+        if size is not None and size != self._micro_batch:
+            self._sums.reason = self._sums.reason or OTHER_SIZES
+        self._wait()
+
+    def _backward_begins(self) -> None:
+        # Callbacks that are queued now run before those of DDP and FSDP2; one that is queued by a callback, after.
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(self._backward_ends))
+
+    def _backward_ends(self) -> None:
+        sums = self._sums
+        if sums is None:
+            return
+        self._num_backward += 1
+        if self.leaves.came_in_pieces:
+            sums.reason = sums.reason or IN_PIECES
+        sums.saw_scale(getattr(self._scaler, "_scale", None))
+        squares = self.leaves.squares_of_examples() if self._is_by_example else None
+        if squares is not None:
+            sums.add_examples(squares, self._micro_batch, self._micro_batch, 1.0)
+        else:
+            sums.add(self.leaves.squares(), self._micro_batch, self._micro_batch, 1.0)
+            if self._is_by_example and self._examples is not None and self._num_backward == 1:
+                self._cannot_tell(self._examples.failure or "a weight has a gradient from outside of its module")
+        self._of_mean = None
+        if self._num_backward >= self._num_before:
+            weights = self.leaves.weights
+            self._of_mean = squares_of_gradients(weights.parameters, weights.groups, len(weights.names), weights.device)
+        self._wait()
+
+    def _step(self, *_: Any) -> None:
+        sums, number = self._sums, self._num_backward
+        if sums is not None and number:
+            # Two towers are two forwards; more backwards than forwards are passes within a pass.
+            if self._num_forward % number:
+                sums.reason = sums.reason or UNPAIRED
+            if self._of_mean is None:
+                sums.reason = sums.reason or UNEXPECTED
+            weights = self.leaves.weights
+            # What the loop steps with is taken for the mean over its micro-batches, so each is so many times larger.
+            sums.multiply(number * number)
+            of_mean = torch.zeros(len(weights.names)) if self._of_mean is None else self._of_mean
+            rows = self._spread.gather(sums.numbers(of_mean)) if self._spread.size > 1 else [sums.numbers(of_mean)]
+            self._num_before = number
+            self._sink.learn(rows, 1.0, self._num_windows + 1)
+        self.leaves.stop()
+        self._num_windows += 1
+        self._begin()
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.leaves.weights.parameters)
+
+    def _drop(self) -> None:
+        assert self._sums is not None
+        self._sums = WindowSums(len(self.leaves.weights.names))
+        self._num_forward = self._num_backward = 0
+        self._of_mean = None
+
+    def _known_examples(self) -> ExampleNorms | None:
+        if self._spread.size > 1:
+            return None
+        try:
+            examples = ExampleNorms(self._model, self.leaves.weights.parameters)
+            weakref.finalize(self, examples.stop)
+            return examples
+        except UnknownModuleError as error:
+            self._reason = error.reason
+            return None
+
+    def _cannot_tell(self, reason: str) -> None:
+        self._look_at_examples(False)
+        self._examples, self._reason = None, reason
+        self._sink.note(_NO_EXAMPLES.format(reason=reason))
+
+    def _look_at_examples(self, wanted: bool) -> None:
+        if wanted and self._examples is None and self._num_windows == 1:
+            self._sink.note(_NO_EXAMPLES.format(reason=self._reason))
+        wanted = wanted and self._examples is not None
+        if self._examples is not None and self._is_by_example != wanted:
+            self._examples.start() if wanted else self._examples.stop()
+        self._is_by_example = wanted
+
+
+_NO_EXAMPLES = (
+    "one micro-batch per step on one rank, and its examples cannot be told apart ({reason}): accumulate two or more "
+    "micro-batches, or hand NoiseScale an Accumulator, which cuts the batch in two"
+)
+
+
+def _to(me: weakref.ref[OwnLoop], method: Callable[..., None]) -> Callable[..., None]:
+    def call(*args: Any, **kwargs: Any) -> None:
+        owner = me()
+        if owner is not None:
+            method(owner, *args, **kwargs)
+
+    return call
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()

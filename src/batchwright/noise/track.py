@@ -1,0 +1,150 @@
+"""Observations along a run: averaged over a window that is counted in units, never in steps.
+
+Promises:
+- numerator and denominator are averaged apart, and divided last; nothing is clamped;
+- an observation weighs by its units, so that a change of the batch changes nothing about what is estimated;
+- memory stays bounded: observations of the window, and four points of history per window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from batchwright.noise.critical_batch import CriticalBatch
+from batchwright.noise.interval import Interval, fieller
+from batchwright.noise.observation import ratio
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchwright.noise.observation import Observation
+
+# Where nothing else is asked: as many units as this many of the first steps took.
+DEFAULT_STEPS = 200
+POINTS_PER_WINDOW = 4
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One observation as it is kept, the groups apart."""
+
+    step: int
+    units: float
+    samples: float
+    traces: tuple[float, ...]
+    signals: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class HistoryPoint:
+    """The critical batch as it stood at a step."""
+
+    step: int
+    units: float
+    """Units that training had used, in all steps that were looked at."""
+    critical_batch: CriticalBatch
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the point as plain data."""
+        return {"step": self.step, "units": self.units, **self.critical_batch.to_dict()}
+
+
+class Track:
+    """The last observations, and what the estimate was along the way."""
+
+    def __init__(self, *, window: float | None, unit: str, names: Sequence[str]) -> None:
+        self.window = window
+        self.unit = unit
+        self.names = list(names)
+        self.total_units = 0.0
+        self.num_seen = 0
+        self.history: list[HistoryPoint] = []
+        self._kept: deque[Seen] = deque()
+        self._units_kept = 0.0
+        self._next_point = 0.0
+
+    def add(self, groups: Sequence[Observation], *, step: int, samples: float) -> None:
+        """Take the observation of a step, one per group."""
+        units = groups[0].units
+        seen = Seen(step, units, samples, tuple(o.trace for o in groups), tuple(o.signal for o in groups))
+        if self.window is None:
+            self.window = DEFAULT_STEPS * units
+        self._next_point = self._next_point or self.window / POINTS_PER_WINDOW
+        self._kept.append(seen)
+        self._units_kept += units
+        self.total_units += units
+        self.num_seen += 1
+        while len(self._kept) > 1 and self._units_kept - self._kept[0].units >= self.window:
+            self._units_kept -= self._kept.popleft().units
+        if self.total_units >= self._next_point:
+            found = self.critical_batch()
+            assert found is not None
+            self.history.append(HistoryPoint(step, self.total_units, found))
+            self._next_point = self.total_units + self.window / POINTS_PER_WINDOW
+
+    def average_over(self, window: float) -> None:
+        """Average over another number of units from now on."""
+        self.window = window
+        if not self.history:
+            self._next_point = window / POINTS_PER_WINDOW
+
+    def restart(self) -> None:
+        """Begin a new window: what was seen before is of something else."""
+        self._kept.clear()
+        self._units_kept = 0.0
+
+    def critical_batch(self, group: int | None = None) -> CriticalBatch | None:
+        """Return the estimate over the window, of one group or of all weights; None where nothing was seen."""
+        if not self._kept:
+            return None
+        pick = (lambda values: sum(values)) if group is None else (lambda values: values[group])
+        traces = np.array([pick(seen.traces) for seen in self._kept])
+        signals = np.array([pick(seen.signals) for seen in self._kept])
+        units = np.array([seen.units for seen in self._kept])
+        trace, signal = (float(np.average(values, weights=units)) for values in (traces, signals))
+        interval = fieller(traces, signals, units) or Interval(ratio(trace, signal), 0.0, math.inf)
+        samples = sum(seen.samples for seen in self._kept)
+        return CriticalBatch(
+            value=interval.value,
+            low=interval.low,
+            high=interval.high,
+            unit=self.unit,
+            observations=len(self._kept),
+            steps_needed=interval.further_steps,
+            trace=trace,
+            signal=signal,
+            samples_per_unit=samples / self._units_kept if samples else None,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        return {
+            "window": self.window,
+            "unit": self.unit,
+            "names": list(self.names),
+            "total_units": self.total_units,
+            "num_seen": self.num_seen,
+            "next_point": self._next_point,
+            "kept": [vars(seen) for seen in self._kept],
+            "history": [{**vars(point), "critical_batch": vars(point.critical_batch)} for point in self.history],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` stood."""
+        self.window, self.unit, self.names = state["window"], state["unit"], list(state["names"])
+        self.total_units, self.num_seen = state["total_units"], state["num_seen"]
+        self._next_point = state["next_point"]
+        self._kept = deque(
+            Seen(**{**seen, "traces": tuple(seen["traces"]), "signals": tuple(seen["signals"])})
+            for seen in state["kept"]
+        )
+        self._units_kept = sum(seen.units for seen in self._kept)
+        self.history = [
+            HistoryPoint(**{**point, "critical_batch": CriticalBatch(**point["critical_batch"])})
+            for point in state["history"]
+        ]

@@ -1,0 +1,106 @@
+"""A noise run as text: the critical batch, the trend along training, and the verdict."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchwright.noise.critical_batch import figure
+from batchwright.report.tables import draw_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+
+    from batchwright.noise.critical_batch import CriticalBatch
+    from batchwright.noise.noise_run import NoiseRun
+
+
+def summarize_noise(run: NoiseRun) -> str:
+    """Say the answer in one line."""
+    found = f"{run.name}: critical batch {run.critical_batch}"
+    return f"{found}; the batch in use, {run.effective_batch:,} samples, is {_beside(run.verdict.position)}"
+
+
+def _beside(position: str) -> str:
+    return {"unresolved": "not yet placed beside it", "near": "near it", "beyond": "beyond it"}.get(
+        position, f"{position} it"
+    )
+
+
+def noise_columns(run: NoiseRun) -> list[tuple[str, list[str]]]:
+    """A row per point of the trend."""
+    points = run.history
+    return [
+        ("step", [f"{point.step:,}" for point in points]),
+        ("samples", [f"{point.samples:,}" for point in points]),
+        ("loss", [f"{point.loss:.4g}" for point in points]),
+        (f"critical batch\n({run.critical_batch.unit})", [_value(point.critical_batch) for point in points]),
+        ("95 %\nfrom", [figure(point.critical_batch.low) for point in points]),
+        ("to", [_end(point.critical_batch.high) for point in points]),
+        ("steps\naveraged", [f"{point.critical_batch.observations:,}" for point in points]),
+    ]
+
+
+def noise_remarks(run: NoiseRun) -> Iterator[str]:
+    """What has to be said below the table, a line each."""
+    split = f"micro-batch {run.micro_batch:,} x accumulation {run.accumulation:,}"
+    yield f"trained {run.steps:,} steps of {run.effective_batch:,} samples ({split} x devices {run.ranks})."
+    yield f"trend: {_trend(run)}."
+    samples = run.critical_batch.in_samples()
+    if samples is not None and samples is not run.critical_batch:
+        yield f"in samples: {samples}."
+    if len(run.by_group) > 1:
+        yield "by parameter group: " + "; ".join(f"{name} {each}" for name, each in run.by_group.items()) + "."
+    if not run.critical_batch.resolved:
+        yield f"the upper end is not resolved: {_further(run.critical_batch)}."
+    yield f"verdict: {run.verdict.recommendation}."
+    yield f"wasted: {run.verdict.waste.percent} of the samples, beside a tiny batch."
+    for words in run.verdict.words[1:]:
+        if words not in run.verdict.recommendation:
+            yield f"{words}."
+    if run.best is not None:
+        yield f"by the step times: {run.recommendation}."
+    if run.gamma is not None:
+        yield (
+            f"gamma {run.gamma:.2f}: a batch that followed the trend would need {100 * run.gamma:.0f} % of the samples "
+            "above the least possible, in as many steps; near 1 a fixed batch is as good."
+        )
+    for reason, number in (run.skipped or {}).items():
+        yield f"left out: {number:,} of {run.steps:,} steps: {reason}."
+    for note in run.notes:
+        yield f"note: {note}."
+
+
+def draw_noise(run: NoiseRun) -> RenderableType:
+    """Draw the run for a terminal."""
+    return draw_table(summarize_noise(run), noise_columns(run), noise_remarks(run))
+
+
+def _trend(run: NoiseRun) -> str:
+    if len(run.history) < 2:
+        return "too few steps to show one"
+    first, last = run.history[0], run.history[-1]
+    losses = f"while the loss went from {first.loss:.4g} to {last.loss:.4g}"
+    before, after = first.critical_batch, last.critical_batch
+    if after.low > before.high:
+        return f"the critical batch rose from {before} to {after}, {losses}"
+    if after.high < before.low:
+        return f"the critical batch fell from {before} to {after}, {losses}"
+    return f"no change that the intervals can tell ({_value(before)} to {_value(after)} {after.unit}), {losses}"
+
+
+def _further(critical: CriticalBatch) -> str:
+    if critical.steps_needed is None:
+        return (
+            "the signal is not told from 0 yet, so nothing says how many steps it takes; a larger batch tells it sooner"
+        )
+    return f"about {critical.steps_needed:,} more steps of this batch would, or fewer of a larger one"
+
+
+def _value(critical: CriticalBatch) -> str:
+    return "-" if critical.value == float("inf") else figure(critical.value)
+
+
+def _end(value: float) -> str:
+    return "not resolved" if value == float("inf") else figure(value)

@@ -1,0 +1,193 @@
+"""`batchwright noise` as a person types it, the wrong things too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Run
+
+FILE = """
+import torch
+import batchwright as bw
+
+
+def loss(model, batch):
+    return (model(batch[0]) - batch[1]).pow(2).mean()
+
+
+def workload(**changes):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(600, 6, generator=generator)
+    labels = inputs.sum(1, keepdim=True) + torch.randn(600, 1, generator=generator)
+    fields = {
+        "model": lambda: torch.nn.Linear(6, 1),
+        "data": list(zip(inputs, labels)),
+        "loss": loss,
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01),
+    }
+    return bw.Workload(**{**fields, **changes})
+
+
+def talks():
+    print("I talk")
+    return workload()
+
+
+def made():
+    return workload(data=None, batch=lambda n, width=6: (torch.randn(n, width), torch.randn(n, 1)))
+
+
+def counted():
+    return workload(units=lambda batch: 3 * len(batch[0]))
+
+
+def infers():
+    return workload(optimizer=None)
+
+
+def still():
+    return workload(loss=lambda model, batch: 0.0 * loss(model, batch))
+
+
+def breaks():
+    def fail(model, batch):
+        raise KeyError("labels")
+
+    return workload(loss=fail)
+
+
+def diverges():
+    return workload(loss=lambda model, batch: loss(model, batch) * float("nan"))
+"""
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    (tmp_path / "train.py").write_text(FILE)
+    return str(tmp_path / "train.py")
+
+
+def test_the_answer_the_trend_and_the_verdict(run: Run, target: str) -> None:
+    ran = run("noise", f"{target}:talks", "--effective-batch", "32", "--steps", "40")
+    assert ran.code == 0
+    assert "critical batch" in ran.out.splitlines()[0]
+    assert "micro-batch 8 x accumulation 4 x devices 1" in ran.out
+    assert "trend: " in ran.out
+    assert "verdict: " in ran.out
+    assert "learning rate x" in ran.out
+    assert "I talk" not in ran.out
+    assert "step 40 of 40" in ran.err
+
+
+def test_json_has_the_agreed_keys_and_is_the_same_twice(run: Run, target: str) -> None:
+    first, second = (
+        json.loads(run("noise", f"{target}:workload", "--effective-batch", "32", "--steps", "40", "--json").out)
+        for _ in range(2)
+    )
+    for told in (first, second):
+        told.pop("seconds_per_step")
+    assert first == second
+    keys = {"schema", "critical_batch", "effective_batch", "observations", "steps_needed"}
+    assert keys | {"history", "verdict", "recommendation"} <= set(first)
+    assert set(first["critical_batch"]) >= {"value", "low", "high", "resolved", "unit"}
+    assert first["critical_batch"]["unit"] == "samples"
+    assert len(first["history"]) == 8
+
+
+def test_another_seed_is_another_run(run: Run, target: str) -> None:
+    first, second = (
+        json.loads(run("noise", f"{target}:workload", "--steps", "20", "--seed", seed, "--json").out)
+        for seed in ("0", "1")
+    )
+    assert first["history"] != second["history"]
+
+
+def test_units_are_named_and_told_in_samples_too(run: Run, target: str) -> None:
+    ran = run("noise", f"{target}:counted", "--effective-batch", "32", "--steps", "40", "--unit", "tokens")
+    assert "(tokens)" in ran.out
+    assert "in samples: " in ran.out
+
+
+def test_a_batch_that_is_made_needs_no_data(run: Run, target: str) -> None:
+    ran = run("noise", f"{target}:made", "--effective-batch", "16", "--steps", "10", "--shape", "width=6")
+    assert "critical batch" in ran.out
+
+
+def test_step_times_give_the_batch_that_is_soonest(run: Run, target: str) -> None:
+    options = ["--effective-batch", "32", "--steps", "40", "--times", "16=0.010,32=0.012,64=0.016", "--json"]
+    told = json.loads(run("noise", f"{target}:workload", *options).out)
+    assert told["best_batch"]["value"] > 0
+    assert "reaches the loss soonest" in told["recommendation"]
+
+
+def test_every_and_clip_norm_and_micro_batch(run: Run, target: str) -> None:
+    options = ["--effective-batch", "16", "--micro-batch", "4", "--steps", "40", "--every", "2", "--clip-norm", "0.1"]
+    told = json.loads(run("noise", f"{target}:workload", *options, "--json").out)
+    assert (told["micro_batch"], told["accumulation"]) == (4, 4)
+    assert told["observations"] == 10
+
+
+def test_an_interval_that_is_not_resolved_ends_with_1_and_says_what_it_takes(run: Run, target: str) -> None:
+    ran = run("noise", f"{target}:still", "--effective-batch", "8", "--steps", "12")
+    assert ran.code == 1
+    assert "at least 0 samples (upper end not resolved)" in ran.out
+    assert "nothing says how many steps it takes" in ran.out
+
+
+def test_a_plot_is_a_picture(run: Run, target: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "trend.png"
+    options = ["--effective-batch", "32", "--steps", "40", "--plot", str(picture)]
+    assert run("noise", f"{target}:workload", *options).code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "told"),
+    [
+        (["workload", "--effective-batch", "0"], 2, "--effective-batch must be a whole number"),
+        (["workload", "--steps", "many"], 2, "--steps must be a whole number"),
+        (["workload", "--effective-batch", "10", "--micro-batch", "4"], 2, "no whole number of micro-batches of 4"),
+        (["workload", "--effective-batch", "4096", "--micro-batch", "2048"], 2, "data= holds 600 samples"),
+        (["workload", "--times", "32"], 2, "BATCH=SECONDS"),
+        (["workload", "--times", "32=0.1"], 2, "two batches or more"),
+        (["workload", "--plot", "trend.txt"], 2, "ends in .png, .svg, .pdf"),
+        (["workload", "--plot", "nowhere/trend.png"], 2, "no folder for the plot"),
+        (["workload", "--on", "tpu"], 2, "no device is called 'tpu'"),
+        (["workload", "--shape", "width=6"], 2, "takes its samples from data="),
+        (["infers"], 2, "this one only infers"),
+        (["breaks"], 3, "KeyError: 'labels'"),
+        (["diverges"], 2, "the loss is nan"),
+        (["nothing"], 2, "has no function 'nothing'"),
+    ],
+)
+def test_wrong_usage_says_what_was_asked(run: Run, target: str, options: list[str], code: int, told: str) -> None:
+    function, *rest = options
+    ran = run("noise", f"{target}:{function}", *rest)
+    assert (ran.code, ran.out) == (code, "")
+    assert told in ran.err
+
+
+def test_ranks_of_torchrun_give_one_answer(target: str, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = ["-m", "batchwright", "noise", f"{target}:workload", "--effective-batch", "32", "--steps", "30", "--json"]
+    done = subprocess.run(
+        [*launcher, *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["devices"], told["micro_batch"], told["accumulation"]) == (2, 4, 4)

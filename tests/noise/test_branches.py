@@ -1,0 +1,91 @@
+"""measure_critical_batch: the curve is fitted as it is, and short trainings give one."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import batchwright as bw
+from batchwright.errors import BatchwrightError, InvalidInputError
+from batchwright.noise.branch_curve import Branch, fit_branches, steps_to
+from batchwright.report.console import render_plain
+
+
+def workload(**changes: Any) -> bw.Workload:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(400, 6, generator=generator)
+    labels = inputs.sum(1, keepdim=True) + torch.randn(400, 1, generator=generator)
+    parts: dict[str, Any] = {
+        "model": lambda: nn.Linear(6, 1),
+        "data": list(zip(inputs, labels, strict=True)),
+        "loss": lambda model, batch: (model(batch[0]) - batch[1]).pow(2).mean(),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    }
+    return bw.Workload(**{**parts, **changes})
+
+
+@given(critical=st.floats(1, 1e4), steps=st.floats(10, 1e4))
+def test_an_exact_curve_gives_its_own_numbers(critical: float, steps: float) -> None:
+    branches = [Branch(b, 1.0, (steps * (1 + critical / b),) * 5) for b in (8, 64, 512)]
+    found = fit_branches(branches, target=1.0, noise_scale=None)
+    assert found is not None
+    assert found.critical_batch.value == pytest.approx(critical, rel=1e-6)
+    assert found.min_steps == pytest.approx(steps, rel=1e-6)
+
+
+def test_perfect_scaling_has_no_critical_batch_in_range() -> None:
+    found = fit_branches([Branch(b, 1.0, (1000.0 / b, 999.0 / b)) for b in (8, 16)], target=1.0, noise_scale=None)
+    assert found is not None
+    assert found.critical_batch.value > 1e3
+
+
+def test_a_branch_that_did_not_get_there_is_named() -> None:
+    branches = [Branch(8, 1.0, (90.0, 91.0)), Branch(16, 1.0, (60.0, 61.0)), Branch(32, 1.0, (40.0, None))]
+    found = fit_branches(branches, target=1.0, noise_scale=None)
+    assert found is not None
+    assert found.notes[0].startswith("batch 32 did not reach")
+    assert "not reached" in render_plain(found)
+
+
+def test_steps_are_read_off_the_best_loss_so_far() -> None:
+    assert steps_to(1.0, [(0, 2.0), (10, 1.5), (20, 0.5)]) == pytest.approx(15.0)
+    assert steps_to(0.1, [(0, 2.0), (10, 1.5)]) is None
+
+
+def test_short_trainings_give_a_curve_beside_the_noise_scale() -> None:
+    found = bw.measure_critical_batch(workload(), batches=(4, 16, 64), steps=40, seeds=2, warm_up=2)
+    assert [branch.batch for branch in found.branches] == [4, 16, 64]
+    means = [branch.mean_steps for branch in found.branches]
+    assert all(mean is not None for mean in means)
+    assert means == sorted(means, reverse=True)  # type: ignore[type-var]
+    assert found.ratio is not None
+    assert math.isfinite(found.ratio)
+    told = json.loads(json.dumps(found.to_dict()))
+    assert told["schema"] == 1
+    assert "times the noise scale" in render_plain(found)
+    assert "<table>" in found._repr_html_()
+
+
+def test_a_live_model_comes_back_as_it_was() -> None:
+    model = nn.Linear(6, 1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    state = torch.get_rng_state()
+    bw.measure_critical_batch(workload(model=model), batches=(4, 16), steps=5, seeds=1)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="two batches or more"):
+        bw.measure_critical_batch(workload(), batches=(4,))
+    with pytest.raises(InvalidInputError, match="only infers"):
+        bw.measure_critical_batch(workload(optimizer=None), batches=(4, 8), steps=3, seeds=1)
+    with pytest.raises(BatchwrightError, match="fewer than two batches reached"):
+        bw.measure_critical_batch(workload(), batches=(4, 8), steps=5, seeds=1, learning_rates={8: 1e-12})
