@@ -103,7 +103,7 @@ class Accumulator:
     @property
     def number(self) -> int:
         """Windows finished so far."""
-        return self._windows.number
+        return self._windows.position.number
 
     @property
     def accumulation(self) -> Any:
@@ -195,12 +195,12 @@ class Accumulator:
 
     def state_dict(self) -> dict[str, int]:
         """Return where training stands, as of the last finished window."""
-        return self._windows.state_dict()
+        return self._windows.position.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where `state_dict` stood: the next `micro_batches` leaves out what that epoch had already used."""
         self._windows.check_closed(remedy="load it before the first backward")
-        self._windows.load_state_dict(state)
+        self._windows.position.load_state_dict(state)
 
     def _add(self, loss: Any, counts: Totals) -> None:
         terms = read_terms(loss, must_be_finite=self.scaler is None and counts.units > 0)

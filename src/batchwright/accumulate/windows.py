@@ -13,6 +13,7 @@ from batchwright.accumulate.checks import check_gradients_are_there
 from batchwright.accumulate.exchange import exchange
 from batchwright.accumulate.loss_terms import Totals
 from batchwright.accumulate.open_window import OpenWindow
+from batchwright.accumulate.position import Position
 from batchwright.accumulate.step import Step
 from batchwright.accumulate.watching import NOBODY
 from batchwright.errors import InvalidInputError
@@ -35,8 +36,7 @@ class Windows:
 
     def __init__(self, spread: OneProcess, boundary: Boundary, sizes: WindowSizes, *, reduces_itself: bool) -> None:
         self.sizes = sizes
-        self.number = 0
-        self.windows_done = self.micro_batches_done = 0
+        self.position = Position()
         self.awaited: MicroBatch | None = None
         self._spread = spread
         self._boundary = boundary
@@ -46,7 +46,6 @@ class Windows:
         self._reader: ReadAhead | None = None
         self._ahead: Planned | None = None
         self._sizes_ahead = sizes
-        self._resumes = False
         self._watcher: WindowWatcher = NOBODY
         self._typical = Totals()
         """A micro-batch of the last window, on average over all ranks."""
@@ -112,15 +111,12 @@ class Windows:
         finally:
             self._spread.restore()
             if self._open is None:
-                self.windows_done = self.micro_batches_done = 0
+                self.position.end_epoch()
 
     def begin_epoch(self) -> int:
         """Return how many micro-batches of the epoch are done: none, but right after `load_state_dict`."""
-        if not self._resumes:
-            self.windows_done = self.micro_batches_done = 0
-        self._resumes = False
         self.sizes.begin_epoch()
-        return self.micro_batches_done
+        return self.position.begin_epoch()
 
     def yielded(self, reader: ReadAhead) -> Iterator[Any]:
         """Yield every micro-batch of a loader, window by window."""
@@ -135,7 +131,7 @@ class Windows:
                     yield from self._yielded_window(reader, self._ahead)
             if reader.error is not None:
                 raise reader.error
-            self.windows_done = self.micro_batches_done = 0
+            self.position.end_epoch()
             self._expect(self._next_size())
         finally:
             self._reader = self._ahead = self.awaited = None
@@ -163,9 +159,7 @@ class Windows:
         if self._spread.size > 1 and not is_synchronised:
             self._spread.reduce(self._boundary.parameters)
         self._boundary.unscale()
-        self.number += 1
-        self.windows_done += 1
-        self.micro_batches_done += 0 if self._ahead is None else sum(m.num_read for m in self._ahead.micro_batches)
+        self.position.finish_window([] if self._ahead is None else self._ahead.micro_batches)
         has_norm = self._boundary.needs_norm(is_sharded=self._spread.gathers_in_forward)
         square = self._boundary.square_of_norm() if has_norm else None
         told, pieces = self._watcher.tell(), self._watcher.pieces
@@ -193,7 +187,7 @@ class Windows:
             self._watcher.learn(used.watched, 0.0)
             self._boundary.drop()
         return Step(
-            number=self.number,
+            number=self.position.number,
             units=used.totals.units,
             samples=round(used.totals.samples) or None,
             micro_batches=round(used.totals.window),
@@ -235,28 +229,11 @@ class Windows:
                 remedy="backward(loss, weight=0): it runs, and counts nothing",
             )
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position as of the last finished window."""
-        return {
-            "number": self.number,
-            "windows_done": self.windows_done,
-            "micro_batches_done": self.micro_batches_done,
-        }
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a position: the next epoch begins there."""
-        self._resumes = True
-        self.number = state["number"]
-        self.windows_done, self.micro_batches_done = state["windows_done"], state["micro_batches_done"]
-
     def _expect(self, num_micro_batches: int) -> None:
         self._watcher.expect(num_micro_batches * self._spread.size)
 
     def _next_size(self) -> int:
-        named = self.sizes.num_named
-        # A plain loop does not say where an epoch begins: after the last window that is named comes the first.
-        window = self.windows_done if self.is_reading or not named else self.windows_done % named
-        return self.sizes.of(self.number, window)
+        return self.position.size_of_next(self.sizes, is_reading=self.is_reading)
 
     def _synchronises(self, window: OpenWindow) -> bool:
         return window.num_left == 1 and self._spread.size > 1 and not self._reduces_itself

@@ -210,11 +210,12 @@ def _told(
         )
     micro_batch, accumulation, ranks = split
     effective_batch = micro_batch * accumulation * ranks
-    samples = critical.in_samples() or critical
+    samples = critical.in_samples()
     group = optimizers[0].param_groups[0]
     verdict = judge(
-        samples,
-        effective_batch,
+        samples or critical,
+        # Where nothing tells how many samples a unit has, both are in units.
+        effective_batch if samples else sum(step.units for step in done) / len(done),
         optimizer=type(optimizers[0]).__name__,
         learning_rate=group.get("lr"),
         betas=group.get("betas"),
@@ -234,7 +235,7 @@ def _told(
         by_group=noise.by_group,
         seconds_per_step=statistics.median(seconds),
         gamma=gamma_of(noise.history),
-        best=None if times is None else best_batch(samples, times, devices=ranks),
+        best=None if times is None else best_batch(samples or critical, times, devices=ranks),
         skipped=noise.skipped,
         notes=tuple(noise.notes),
     )

@@ -101,7 +101,7 @@ class NoiseScale:
             self._source = self._of_own_loop(model, as_list(optimizer), micro_batch, scaler, every)
         names = self._source.leaves.weights.names
         self._alike = RanksAlike()
-        self._track = Track(window=window, unit=unit or "samples", names=names)
+        self._track = Track(window=window, unit=unit or "samples", names=names, every=every)
         self._has_unit = unit is not None
         if batch_norms(model):
             self.note(BATCH_NORM_WARNING.format(names=", ".join(batch_norms(model)[:3])))
@@ -166,7 +166,12 @@ class NoiseScale:
     def state_dict(self) -> dict[str, Any]:
         """Return everything measured so far as plain data."""
         self._read()
-        return {"track": self._track.state_dict(), "skipped": dict(self._skipped), "notes": list(self.notes)}
+        return {
+            "steps": self._source.num_windows,
+            "track": self._track.state_dict(),
+            "skipped": dict(self._skipped),
+            "notes": list(self.notes),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` stood."""
@@ -176,6 +181,7 @@ class NoiseScale:
                 f"this state is of the parameter groups {state['track']['names']}; the optimizer has {names}."
             )
         self._unread.clear()
+        self._source.num_windows = state["steps"]
         self._track.load_state_dict(state["track"])
         self._skipped, self.notes = Counter(state["skipped"]), list(state["notes"])
 

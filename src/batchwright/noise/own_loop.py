@@ -51,7 +51,7 @@ class OwnLoop:
         self.leaves = LeafSquares(model, Weights.of(model, optimizers))
         me = weakref.ref(self)
         self._on_first = _to(me, OwnLoop._backward_begins)
-        self._num_windows = 0
+        self.num_windows = 0
         # The mean gradient is read from the backward on that was the last of the window before: most loops are even.
         self._num_before = 1
         self._sums: WindowSums | None = None
@@ -87,7 +87,7 @@ class OwnLoop:
         self._of_mean = None
         self._num_forward = self._num_backward = 0
         self._sums = None
-        is_measured = self._num_windows % self._every == 0
+        is_measured = self.num_windows % self._every == 0
         if is_measured:
             weights = Weights.of(self._model, self._optimizers)
             if not weights.is_same_as(self.leaves.weights):
@@ -157,9 +157,9 @@ class OwnLoop:
             of_mean = torch.zeros(len(weights.names)) if self._of_mean is None else self._of_mean
             rows = self._spread.gather(sums.numbers(of_mean)) if self._spread.size > 1 else [sums.numbers(of_mean)]
             self._num_before = number
-            self._sink.learn(rows, 1.0, self._num_windows + 1)
+            self._sink.learn(rows, 1.0, self.num_windows + 1)
         self.leaves.stop()
-        self._num_windows += 1
+        self.num_windows += 1
         self._begin()
 
     def _has_gradients(self) -> bool:
@@ -188,7 +188,7 @@ class OwnLoop:
         self._sink.note(_NO_EXAMPLES.format(reason=reason))
 
     def _look_at_examples(self, wanted: bool) -> None:
-        if wanted and self._examples is None and self._num_windows == 1:
+        if wanted and self._examples is None and self.num_windows == 1:
             self._sink.note(_NO_EXAMPLES.format(reason=self._reason))
         wanted = wanted and self._examples is not None
         if self._examples is not None and self._is_by_example != wanted:

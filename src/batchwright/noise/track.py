@@ -57,8 +57,10 @@ class HistoryPoint:
 class Track:
     """The last observations, and what the estimate was along the way."""
 
-    def __init__(self, *, window: float | None, unit: str, names: Sequence[str]) -> None:
+    def __init__(self, *, window: float | None, unit: str, names: Sequence[str], every: int = 1) -> None:
         self.window = window
+        self.every = every
+        """Steps from one observation to the next."""
         self.unit = unit
         self.names = list(names)
         self.total_units = 0.0
@@ -115,7 +117,7 @@ class Track:
             high=interval.high,
             unit=self.unit,
             observations=len(self._kept),
-            steps_needed=interval.further_steps,
+            steps_needed=None if interval.further_steps is None else interval.further_steps * self.every,
             trace=trace,
             signal=signal,
             samples_per_unit=samples / self._units_kept if samples else None,

@@ -48,7 +48,7 @@ class WatchedWindows:
         self._cannot_tell_examples = ""
         self._is_by_example = False
         self._sums: WindowSums | None = None
-        self._num_windows = 0
+        self.num_windows = 0
         self._has_told = False
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class WatchedWindows:
     @property
     def is_measured(self) -> bool:
         """Whether the window at hand is one of those that are looked at."""
-        return self._num_windows % self._every == 0
+        return self.num_windows % self._every == 0
 
     def expect(self, num_parts: int) -> None:
         """Make ready for a window of so many micro-batches."""
@@ -77,7 +77,7 @@ class WatchedWindows:
 
     def pieces(self) -> int:
         """Cut a single micro-batch in two where its examples cannot be told apart."""
-        if self._num_ranks > 1 or (self._num_windows + self._has_told) % self._every:
+        if self._num_ranks > 1 or (self.num_windows + self._has_told) % self._every:
             return 1
         self._try_examples()
         return 2 if self._cannot_tell_examples else 1
@@ -124,12 +124,13 @@ class WatchedWindows:
 
     def learn(self, rows: list[Sequence[Any]], factor: float) -> None:
         """Hand on what all ranks told."""
-        self._num_windows += 1
+        self.num_windows += 1
         self._has_told = False
         if self._sums is not None:
             self._sums = None
-            if factor:
-                self._sink.learn(rows, factor, self._num_windows)
+            accumulator = self._accumulator()
+            if factor and accumulator is not None:
+                self._sink.learn(rows, factor, accumulator.number)
         self._look_at_examples(False)
 
     def _weights(self) -> Weights:
