@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from batchwright.planning.advice import Advice, advise
     from batchwright.planning.config_check import ConfigCheck, check_config
     from batchwright.planning.plan import Plan, plan
+    from batchwright.sampler.pack import pack
+    from batchwright.sampler.token_batch_sampler import TokenBatchSampler
     from batchwright.workload import Workload
 
 __version__ = "0.1.0"
@@ -51,6 +53,7 @@ __all__ = [
     "NoiseScale",
     "Plan",
     "Recommendation",
+    "TokenBatchSampler",
     "Workload",
     "advise",
     "audit",
@@ -60,6 +63,7 @@ __all__ = [
     "find_batch_size",
     "fit",
     "measure_critical_batch",
+    "pack",
     "plan",
     "recommend",
 ]
@@ -78,6 +82,7 @@ _HOMES = {
     "NoiseScale": "noise.noise_scale",
     "Plan": "planning.plan",
     "Recommendation": "memory.recommend",
+    "TokenBatchSampler": "sampler.token_batch_sampler",
     "Workload": "workload",
     "advise": "planning.advice",
     "audit": "integrations.audit",
@@ -87,6 +92,7 @@ _HOMES = {
     "find_batch_size": "fitting.find_batch_size",
     "fit": "fitting.fit",
     "measure_critical_batch": "noise.branches",
+    "pack": "sampler.pack",
     "plan": "planning.plan",
     "recommend": "memory.recommend",
 }

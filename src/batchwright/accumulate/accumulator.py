@@ -19,6 +19,7 @@ from batchwright.accumulate.checks import (
     check_same_weights,
     trainable,
 )
+from batchwright.accumulate.counting_sampler import CountingSampler
 from batchwright.accumulate.loss_terms import Totals, check_weight, read_terms
 from batchwright.accumulate.parallel import how_spread
 from batchwright.accumulate.read_ahead import ReadAhead, WindowSizes, counted_micro_batch
@@ -185,8 +186,10 @@ class Accumulator:
         """
         self._windows.check_closed(remedy="accumulator.flush() steps with what is there")
         self._weight = weight
-        reader = ReadAhead(loader, weight, skip=self._windows.begin_epoch())
-        yield from self._windows.yielded(reader)
+        counting = CountingSampler.of(loader)
+        skip = self._windows.begin_epoch(sampler_resumes=counting.num_received > 0)
+        reader = ReadAhead(loader, weight, skip=skip, is_counted=counting.is_counted)
+        yield from self._windows.yielded(reader, counting)
 
     def watch(self, watcher: WindowWatcher | None) -> None:
         """Have something look at every window from now on, such as `NoiseScale`; None for nobody."""

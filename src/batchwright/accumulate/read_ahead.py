@@ -66,8 +66,15 @@ def counted_micro_batch(batch: Any, weight: Any) -> MicroBatch:
 class ReadAhead:
     """A loader, read window by window."""
 
-    def __init__(self, loader: Iterable[Any], weight: Any, *, skip: int = 0) -> None:
-        self._micro_batches = self._counted(loader, weight, skip)
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        weight: Any,
+        *,
+        skip: int = 0,
+        is_counted: Callable[[int], bool] = lambda index: True,
+    ) -> None:
+        self._micro_batches = self._counted(loader, weight, skip, is_counted)
         self._weight = weight
         self._put_back: list[MicroBatch] = []
         self._last: MicroBatch | None = None
@@ -129,10 +136,13 @@ class ReadAhead:
         return [filler.as_filler()] * missing + window
 
     @staticmethod
-    def _counted(loader: Iterable[Any], weight: Any, skip: int) -> Iterator[MicroBatch]:
+    def _counted(
+        loader: Iterable[Any], weight: Any, skip: int, is_counted: Callable[[int], bool]
+    ) -> Iterator[MicroBatch]:
         for index, batch in enumerate(loader):
             if index >= skip:
-                yield counted_micro_batch(batch, weight)
+                micro_batch = counted_micro_batch(batch, weight)
+                yield micro_batch if is_counted(index) else replace(micro_batch, counts=Totals())
 
 
 class WindowSizes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from batchwright.accumulate.checks import check_gradients_are_there
+from batchwright.accumulate.counting_sampler import CountingSampler
 from batchwright.accumulate.exchange import exchange
 from batchwright.accumulate.loss_terms import Totals
 from batchwright.accumulate.open_window import OpenWindow
@@ -47,6 +48,7 @@ class Windows:
         self._ahead: Planned | None = None
         self._sizes_ahead = sizes
         self._watcher: WindowWatcher = NOBODY
+        self._counting = CountingSampler()
         self._typical = Totals()
         """A micro-batch of the last window, on average over all ranks."""
         self._set_flag()
@@ -113,14 +115,17 @@ class Windows:
             if self._open is None:
                 self.position.end_epoch()
 
-    def begin_epoch(self) -> int:
+    def begin_epoch(self, *, sampler_resumes: bool = False) -> int:
         """Return how many micro-batches of the epoch are done: none, but right after `load_state_dict`."""
         self.sizes.begin_epoch()
+        if sampler_resumes:
+            # The sampler starts where the loop stood: to leave anything out again would lose it.
+            self.position.end_epoch()
         return self.position.begin_epoch()
 
-    def yielded(self, reader: ReadAhead) -> Iterator[Any]:
+    def yielded(self, reader: ReadAhead, counting: CountingSampler) -> Iterator[Any]:
         """Yield every micro-batch of a loader, window by window."""
-        self._reader = reader
+        self._reader, self._counting = reader, counting
         try:
             self._look_ahead()
             while self._ahead is not None:
@@ -160,6 +165,7 @@ class Windows:
             self._spread.reduce(self._boundary.parameters)
         self._boundary.unscale()
         self.position.finish_window([] if self._ahead is None else self._ahead.micro_batches)
+        self._counting.received(self.position.micro_batches_done)
         has_norm = self._boundary.needs_norm(is_sharded=self._spread.gathers_in_forward)
         square = self._boundary.square_of_norm() if has_norm else None
         told, pieces = self._watcher.tell(), self._watcher.pieces

@@ -1,0 +1,43 @@
+"""A loader whose sampler counts what the loop received, such as `TokenBatchSampler`: told once per window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class CountingSampler:
+    """The sampler of a loader, where it has one that counts; nothing happens where it has not."""
+
+    sampler: Any = None
+    _told: int = 0
+
+    @staticmethod
+    def of(loader: Any) -> CountingSampler:
+        """Find the sampler: the loader itself, or the batch sampler of a DataLoader.
+
+        >>> CountingSampler.of([1, 2]).num_received
+        0
+        """
+        candidates: tuple[Any, ...] = (loader, getattr(loader, "batch_sampler", None))
+        for candidate in candidates:
+            if hasattr(candidate, "count_received"):
+                candidate.expect_counts()
+                return CountingSampler(candidate)
+        return CountingSampler()
+
+    @property
+    def num_received(self) -> int:
+        """What was received of the epoch before."""
+        return 0 if self.sampler is None else int(self.sampler.num_received)
+
+    def is_counted(self, index: int) -> bool:
+        """Whether the `index`-th batch of this iteration counts, or only keeps a rank in step."""
+        return self.sampler is None or bool(self.sampler.counts(index))
+
+    def received(self, number: int) -> None:
+        """Tell the sampler how many batches of this iteration are done with."""
+        if self.sampler is not None and number > self._told:
+            self.sampler.count_received(number - self._told)
+            self._told = number

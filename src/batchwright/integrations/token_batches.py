@@ -1,0 +1,76 @@
+"""A sampler that deals batches to ranks itself, in accelerate and in a transformers Trainer.
+
+accelerate shards every batch sampler once more when it prepares a loader, so that ranks would lose batches. Here the
+loader is prepared as usual (device, seeds, the end of an epoch), and then told that there is nothing to shard.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from batchwright.errors import InvalidInputError
+from batchwright.units import counted
+
+if TYPE_CHECKING:
+    from batchwright.sampler.token_batch_sampler import TokenBatchSampler
+
+
+def prepare_loader(accelerator: Any, loader: Any) -> Any:
+    """Prepare a DataLoader whose batch sampler is a `TokenBatchSampler`, in place of `accelerator.prepare(loader)`."""
+    sampler = loader.batch_sampler
+    _check_ranks(sampler, accelerator.num_processes)
+    prepared = accelerator.prepare_data_loader(loader)
+    shard = prepared.batch_sampler
+    if getattr(shard, "batch_sampler", None) is sampler and shard is not sampler:
+        shard.num_processes, shard.process_index = 1, 0
+    return prepared
+
+
+def use_batch_sampler(trainer: Any, sampler: TokenBatchSampler) -> None:
+    """Have a transformers Trainer take its training batches from a `TokenBatchSampler`.
+
+    Its per_device_train_batch_size has no say any more. A run that is resumed goes on by the sampler's own state, with
+    `ignore_data_skip=True`.
+    """
+    if len(trainer.train_dataset) != len(sampler.lengths):
+        raise InvalidInputError(
+            f"the sampler has {counted(len(sampler.lengths), 'length')}, the Trainer's dataset "
+            f"{counted(len(trainer.train_dataset), 'sample')}."
+        )
+    _check_ranks(sampler, trainer.args.world_size)
+    trainer.get_train_dataloader = partial(_train_loader, trainer, sampler)
+
+
+def _train_loader(trainer: Any, sampler: TokenBatchSampler) -> Any:
+    from torch.utils.data import DataLoader
+
+    dataset, collate = trainer.train_dataset, trainer.data_collator
+    if type(dataset).__module__.startswith("datasets."):
+        dataset = trainer._remove_unused_columns(dataset, description="Training")
+    else:
+        collate = trainer._get_collator_with_removed_columns(collate, description="Training")
+    args = trainer.args
+    loader: Any = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory,
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+    )
+    return prepare_loader(trainer.accelerator, loader)
+
+
+def _check_ranks(sampler: Any, ranks: int) -> None:
+    if not hasattr(sampler, "count_received"):
+        raise InvalidInputError(
+            "the loader has no TokenBatchSampler: accelerator.prepare(loader) is right for any other.",
+            remedy="DataLoader(dataset, batch_sampler=bw.TokenBatchSampler(...))",
+        )
+    if sampler.world_size != ranks:
+        raise InvalidInputError(
+            f"the sampler deals to {counted(sampler.world_size, 'rank')}, and there are {ranks}.",
+            remedy="make it after the process group is there, or with rank=... and world_size=...",
+        )

@@ -1,0 +1,51 @@
+"""What an epoch of batches will be like, as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchwright.report.tables import draw_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+
+    from batchwright.sampler.stats import SamplerStats
+
+
+def summarize_stats(stats: SamplerStats) -> str:
+    """Say in one line what an epoch holds."""
+    return (
+        f"{stats.samples:,} samples in {stats.batches:,} batches of at most {stats.budget:,.0f}: "
+        f"{stats.waste:.2%} padding"
+    )
+
+
+def stats_columns(stats: SamplerStats) -> list[tuple[str, list[str]]]:
+    """One row of figures."""
+    return [
+        ("batches", [f"{stats.batches:,}"]),
+        ("steps\nper rank", [f"{stats.steps:,}"]),
+        ("waste", [f"{stats.waste:.2%}"]),
+        ("fill", [f"{stats.fill:.1%}"]),
+        ("rank\nidle", [f"{stats.rank_idle:.2%}"]),
+        ("pair\nrepeat", [f"{stats.pair_repeat:.2%}"]),
+        ("largest\nbatch", [f"{stats.largest_cost:,.0f}"]),
+    ]
+
+
+def stats_remarks(stats: SamplerStats) -> Iterator[str]:
+    """What has to be said below the table, a line each."""
+    yield f"{stats.tokens:,} tokens on {stats.ranks} ranks, shuffled over {stats.num_windows:,} windows."
+    if stats.dropped:
+        yield f"{stats.dropped:,} samples are over the budget by themselves and were left out."
+    if stats.single:
+        yield f"{stats.single:,} samples are over the budget by themselves; each is a batch of its own."
+    if stats.repeats:
+        yield f"{stats.repeats:,} batches repeat a sample at weight 0, so that every rank has as many steps."
+
+
+def draw_stats(stats: SamplerStats) -> RenderableType:
+    """Draw the figures for a terminal."""
+    return draw_table(summarize_stats(stats), stats_columns(stats), stats_remarks(stats))

@@ -1,0 +1,102 @@
+"""What a batch costs, padded to its longest sample, and how many samples of a length stay within a budget.
+
+Promises:
+- a budget is a bound, never a target: a batch that is cut by it costs at most that;
+- everything is a formula of whole arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from batchwright.errors import InvalidInputError
+from batchwright.units import shortened, whole_number
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class BatchCost:
+    """`fixed + per_token * n * L + per_token_squared * n * L^2` for n samples padded to L tokens.
+
+    >>> BatchCost().of(np.array([4]), np.array([100]))
+    array([400.])
+    >>> BatchCost(fixed=10.0, per_token=1.0, per_token_squared=0.01).of(np.array([4]), np.array([100]))
+    array([810.])
+    """
+
+    fixed: float = 0.0
+    per_token: float = 1.0
+    per_token_squared: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("fixed", "per_token", "per_token_squared"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise InvalidInputError(f"{name} of a cost must be 0 or more; received {shortened(value)}.")
+        if not self.per_token and not self.per_token_squared:
+            raise InvalidInputError("a cost must grow with the tokens: per_token or per_token_squared above 0.")
+
+    def of(self, samples: Numbers, longest: Numbers) -> npt.NDArray[np.float64]:
+        """Return the cost of batches of so many samples, padded to so many tokens."""
+        return self.fixed + samples * self.of_sample(longest)
+
+    def of_sample(self, longest: Numbers) -> npt.NDArray[np.float64]:
+        """Return what each further sample of this length adds."""
+        length = longest.astype(np.float64)
+        return length * self.per_token + length * length * self.per_token_squared
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most that a batch may cost, and what else bounds its samples."""
+
+    limit: float
+    cost: BatchCost = BatchCost()
+    max_samples: int | None = None
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.limit, bool) or not isinstance(self.limit, int | float) or not 0 < self.limit < math.inf:
+            raise InvalidInputError(f"the budget of a batch must be above 0; received {shortened(self.limit)}.")
+        whole_number(self.multiple_of, "multiple_of")
+        if self.max_samples is not None and whole_number(self.max_samples, "max_samples") < self.multiple_of:
+            raise InvalidInputError(
+                f"max_samples={self.max_samples} is below multiple_of={self.multiple_of}: no batch is both."
+            )
+
+    def most_samples(self, longest: Numbers) -> Numbers:
+        """Return how many samples padded to each length fit; 0 where not even one does.
+
+        >>> Budget(16_384).most_samples(np.array([8, 100, 4096, 20_000]))
+        array([2048,  163,    4,    0])
+        >>> Budget(16_384, multiple_of=8).most_samples(np.array([100, 4096]))
+        array([160,   4])
+        """
+        room = self.limit - self.cost.fixed
+        most = np.floor(room / self.cost.of_sample(longest) * (1 + 1e-12)).astype(np.int64)
+        np.maximum(most, 0, out=most)
+        if self.max_samples is not None:
+            np.minimum(most, self.max_samples, out=most)
+        if self.multiple_of > 1:
+            # Fewer than one multiple are left as they are: the samples must go somewhere.
+            most = np.where(most >= self.multiple_of, most - most % self.multiple_of, most)
+        return most
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the budget as plain data."""
+        return {
+            "limit": self.limit,
+            "fixed": self.cost.fixed,
+            "per_token": self.cost.per_token,
+            "per_token_squared": self.cost.per_token_squared,
+            "max_samples": self.max_samples,
+            "multiple_of": self.multiple_of,
+        }

@@ -1,0 +1,106 @@
+"""The lengths of all samples as one array, from whatever the user has: a list, an array, a column, a function.
+
+Promises:
+- a length that is none (negative, zero, missing, not a number) is refused with its place;
+- samples have one length each, or two: source and target, image tokens and text.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from batchwright.errors import InvalidInputError
+from batchwright.units import counted, shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+# Longer ones would not leave room for the index of a sample beside them in one sort key.
+LARGEST_LENGTH = 2**31 - 1
+
+
+def read_lengths(given: Any) -> npt.NDArray[np.int64]:
+    """Return lengths as an array of one or two columns, a row per sample.
+
+    >>> read_lengths([3, 5]).tolist(), read_lengths([(3, 1), (5, 2)]).tolist()
+    ([[3], [5]], [[3, 1], [5, 2]])
+    >>> read_lengths([3, 0, 5])
+    Traceback (most recent call last):
+    ...
+    batchwright.errors.InvalidInputError: the length of sample 1 must be a whole number from 1 on; received 0.
+    """
+    array = _as_array(given)
+    if array.ndim == 1:
+        array = array.reshape(-1, 1)
+    if array.size == 0:
+        return np.zeros((0, 1), np.int64)
+    if array.ndim != 2 or array.shape[1] not in (1, 2):
+        raise InvalidInputError(
+            f"lengths are one number per sample, or two (source and target); received an array of shape {array.shape}."
+        )
+    _check(array)
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def measure_lengths(
+    length_of: Callable[[Any], Any], dataset: Any, progress: Callable[[str], None]
+) -> npt.NDArray[np.int64]:
+    """Call a function once on every sample."""
+    number = len(dataset)
+    found, said = [], max(number // 20, 1)
+    for index in range(number):
+        if index and index % said == 0:
+            progress(f"measuring lengths: {index:,} of {counted(number, 'sample')}")
+        found.append(length_of(dataset[index]))
+    return read_lengths(found)
+
+
+def _as_array(given: Any) -> Any:
+    if hasattr(given, "detach"):  # a tensor, whose package need not be imported for this
+        given = given.detach().cpu().numpy()
+    elif hasattr(given, "to_numpy"):  # a column of pandas, arrow or datasets
+        given = given.to_numpy()
+    elif not isinstance(given, np.ndarray) and hasattr(given, "__getitem__") and not isinstance(given, list | tuple):
+        given = given[:]  # a column of datasets
+    try:
+        array = np.asarray(given)
+    except ValueError:
+        raise InvalidInputError(
+            "lengths are one number per sample, or two for each; received rows of different sizes."
+        ) from None
+    if array.dtype == object:
+        array = _numbers(array)
+    return array
+
+
+def _numbers(array: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    for index, row in enumerate(array.reshape(len(array), -1)):
+        if any(not isinstance(value, int | float | np.number) for value in row):
+            raise _refusal(index, row[0] if len(row) == 1 else tuple(row))
+    return array.astype(np.float64)
+
+
+def _check(array: npt.NDArray[Any]) -> None:
+    if array.dtype.kind not in "iuf":
+        raise InvalidInputError(f"lengths are whole numbers; received {shortened(array.dtype.name)}.")
+    is_wrong = ~((array >= 1) & (array <= LARGEST_LENGTH))
+    if array.dtype.kind == "f":
+        is_wrong |= array != np.floor(array)
+    # A second length may be 0: a sample without a target.
+    if array.shape[1] == 2:
+        is_wrong &= ~(array == 0) | (array.sum(axis=1, keepdims=True) <= 0)
+    wrong = np.flatnonzero(is_wrong.any(axis=1))
+    if len(wrong):
+        row = array[wrong[0]].tolist()
+        raise _refusal(int(wrong[0]), row[0] if len(row) == 1 else tuple(row), others=len(wrong) - 1)
+
+
+def _refusal(index: int, value: object, others: int = 0) -> InvalidInputError:
+    more = f" ({others:,} more are wrong as well)" if others else ""
+    return InvalidInputError(
+        f"the length of sample {index:,} must be a whole number from 1 on; received {shortened(value)}{more}."
+    )

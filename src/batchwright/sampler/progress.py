@@ -1,0 +1,77 @@
+"""How far an epoch has come, in a few numbers, also where the number of ranks changed on the way.
+
+An epoch is a row of segments: so many rounds on so many ranks. A change of ranks ends one segment; what its rounds have
+left over is planned anew for the others. So a state is as short as there were changes, and going on takes one plan for
+each, however many rounds are done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from batchwright.sampler.epoch_plan import EpochPlan, Mixing, plan_epoch
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from batchwright.sampler.cost import Budget
+
+    Numbers = npt.NDArray[np.int64]
+
+
+@dataclass
+class Segment:
+    """Rounds that are done on so many ranks."""
+
+    ranks: int
+    rounds: int = 0
+
+
+@dataclass
+class EpochProgress:
+    """Where an epoch stands."""
+
+    epoch: int = 0
+    segments: list[Segment] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds done on the present ranks."""
+        return self.segments[-1].rounds if self.segments else 0
+
+    def begin(self, epoch: int, ranks: int) -> None:
+        """Begin an epoch."""
+        self.epoch, self.segments = epoch, [Segment(ranks)]
+
+    def go_on_with(self, ranks: int) -> None:
+        """Go on with another number of ranks."""
+        if not self.segments:
+            self.segments = [Segment(ranks)]
+        elif self.segments[-1].ranks != ranks:
+            if self.segments[-1].rounds == 0:
+                self.segments.pop()
+            self.segments.append(Segment(ranks))
+
+    def plan(self, lengths: Numbers, usable: Numbers | None, budget: Budget, mixing: Mixing, seed: int) -> EpochPlan:
+        """Plan what is left of the epoch; `usable` are the samples that take part, all where None."""
+        left = usable
+        found = None
+        for number, segment in enumerate(self.segments):
+            if found is not None:
+                left = found.left_after(self.segments[number - 1].rounds)
+            rng = np.random.default_rng((seed, self.epoch, number))
+            found = plan_epoch(lengths, budget, mixing, ranks=segment.ranks, rng=rng, left=left)
+        assert found is not None, "an epoch has begun"
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress as plain data."""
+        return {"epoch": self.epoch, "segments": [[segment.ranks, segment.rounds] for segment in self.segments]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` stood."""
+        self.epoch = int(state["epoch"])
+        self.segments = [Segment(int(ranks), int(rounds)) for ranks, rounds in state["segments"]]

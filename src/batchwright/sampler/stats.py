@@ -1,0 +1,104 @@
+"""What an epoch of batches will be like, before training starts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from rich.console import RenderableType
+
+    from batchwright.sampler.epoch_plan import EpochPlan
+
+# Pairs are counted among the samples of some batches: enough for three digits.
+_MOST_SAMPLES = 1_000_000
+
+
+@dataclass(frozen=True)
+class SamplerStats:
+    """An epoch in figures; shares are from 0 to 1."""
+
+    samples: int
+    batches: int
+    """On all ranks."""
+    steps: int
+    """Batches of one rank."""
+    ranks: int
+    tokens: int
+    """That are no padding."""
+    waste: float
+    """Padding over all tokens of the batches."""
+    fill: float
+    """What batches cost, over the budget, on average."""
+    rank_idle: float
+    """Time that ranks wait for the costliest batch of a round, if time goes as cost."""
+    pair_repeat: float
+    """The chance that two samples of one batch meet again in the next epoch."""
+    largest_cost: float
+    budget: float
+    num_windows: int
+    repeats: int
+    """Batches that only keep a rank in step: they repeat a sample at weight 0."""
+    dropped: int
+    """Samples over the budget on their own, left out."""
+    single: int
+    """Samples over the budget on their own, each a batch by itself."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as plain data."""
+        return {"schema": 1, "source": "formula", **asdict(self)}
+
+    def __rich__(self) -> RenderableType:
+        from batchwright.report.sampler_text import draw_stats
+
+        return draw_stats(self)
+
+    def _repr_html_(self) -> str:
+        from batchwright.report.html import table_to_html
+        from batchwright.report.sampler_text import stats_columns, stats_remarks, summarize_stats
+
+        return table_to_html(summarize_stats(self), stats_columns(self), stats_remarks(self))
+
+
+def share_of_padding(plan: EpochPlan) -> float:
+    """Return the padding over all tokens of the batches."""
+    padded = float((plan.sizes * plan.longest).sum())
+    return 1 - float(plan.tokens.sum()) / padded if padded else 0.0
+
+
+def share_idle(plan: EpochPlan) -> float:
+    """Return the share of the time that ranks wait within a round."""
+    spent = float(plan.costs.max(axis=1).sum()) * plan.costs.shape[1] if plan.rounds.number else 0.0
+    return 1 - float(plan.costs.sum()) / spent if spent else 0.0
+
+
+def pair_repeat(one: EpochPlan, other: EpochPlan, number: int) -> float:
+    """Return the chance that two samples of one batch of the first plan share one of the second."""
+    first, second = _batch_of(one, number), _batch_of(other, number)
+    sizes = np.bincount(first[first >= 0])
+    if sizes.sum() > _MOST_SAMPLES:
+        chosen = np.zeros(len(sizes), bool)
+        picked = np.random.default_rng(0).permutation(len(sizes))
+        chosen[picked[: np.searchsorted(np.cumsum(sizes[picked]), _MOST_SAMPLES)]] = True
+        first = np.where((first >= 0) & chosen[first], first, -1)
+        sizes = sizes * chosen
+    pairs = int((sizes * (sizes - 1)).sum())
+    if not pairs:
+        return 0.0
+    both = (first >= 0) & (second >= 0)
+    _, together = np.unique(first[both] * (int(second.max()) + 1) + second[both], return_counts=True)
+    return float((together * (together - 1)).sum() / pairs)
+
+
+def _batch_of(plan: EpochPlan, number: int) -> npt.NDArray[np.int64]:
+    """Return the number of each sample's batch; -1 for samples that are in none."""
+    starts, stops = plan.rounds.starts.ravel(), plan.rounds.stops.ravel()
+    is_real = (plan.sizes > 0).ravel()
+    starts, stops = starts[is_real], stops[is_real]
+    in_order = np.argsort(starts)
+    found = np.full(number, -1, np.int64)
+    found[plan.samples] = np.repeat(np.arange(len(starts)), (stops - starts)[in_order])
+    return found

@@ -1,0 +1,277 @@
+"""`TokenBatchSampler`: batches under a token budget, for a DataLoader.
+
+Promises:
+- no batch costs more than the budget, padded; every sample comes exactly once per epoch;
+- the same seed and epoch give the same batches; all ranks have as many;
+- a state counts the batches that the loop received, and can be gone on from on another number of ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from batchwright.errors import InvalidInputError
+from batchwright.sampler.cost import BatchCost, Budget
+from batchwright.sampler.lengths import measure_lengths, read_lengths
+from batchwright.sampler.mixing_by_waste import choose_mixing
+from batchwright.sampler.progress import EpochProgress
+from batchwright.sampler.received import Received
+from batchwright.sampler.stats import SamplerStats, pair_repeat, share_idle, share_of_padding
+from batchwright.sampler.step_windows import StepWindows, window_sizes
+from batchwright.units import counted, shortened, whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    import numpy.typing as npt
+
+    from batchwright.fitting.result import Fit
+    from batchwright.sampler.epoch_plan import EpochPlan
+
+OVERSIZE = ("error", "drop", "single")
+
+
+class TokenBatchSampler:
+    """Batches of samples of like length, each within a budget of padded tokens.
+
+    >>> sampler = TokenBatchSampler([5, 1, 4, 2, 3], max_tokens=9, rank=0, world_size=1)
+    >>> sorted(map(sorted, sampler))
+    [[0], [1, 3], [2, 4]]
+    >>> round(sampler.stats().waste, 3)
+    0.118
+
+    `lengths` is a list, an array, a tensor, a column, or a function of a sample that is called once for each of
+    `dataset`; two per sample where there are two (source and target). `waste` is how much padding is allowed for the
+    sake of shuffling. `oversize` says what becomes of a sample over the budget on its own: "error", "drop" or "single".
+    `max_tokens_per_step` groups batches into optimizer steps: `Accumulator(..., accumulation=sampler.windows)`.
+    """
+
+    def __init__(
+        self,
+        lengths: Any,
+        max_tokens: float = 16_384,
+        *,
+        cost: BatchCost | None = None,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        max_samples: int | None = None,
+        multiple_of: int = 1,
+        waste: float = 0.015,
+        oversize: str = "error",
+        max_tokens_per_step: float | None = None,
+        dataset: Any = None,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        if callable(lengths):
+            if dataset is None:
+                raise InvalidInputError(
+                    "lengths is a function of a sample, and no dataset= was handed in to call it on.",
+                    remedy="TokenBatchSampler(len, dataset=dataset)",
+                )
+            lengths = measure_lengths(lengths, dataset, progress)
+        self.lengths = read_lengths(lengths)
+        if dataset is not None and len(dataset) != len(self.lengths):
+            raise InvalidInputError(
+                f"{counted(len(self.lengths), 'length')} for a dataset of {counted(len(dataset), 'sample')}."
+            )
+        self.budget = Budget(max_tokens, cost or BatchCost(), max_samples, multiple_of)
+        self.rank, self.world_size = _place(rank, world_size)
+        self.seed = whole_number(seed, "seed", least=0)
+        self._usable, self._num_dropped, self._num_single = self._oversize(oversize)
+        usable = self.lengths if self._usable is None else self.lengths[self._usable]
+        self._mixing = choose_mixing(usable, self.budget, waste=waste, seed=self.seed)
+        self._per_step = max_tokens_per_step
+        if max_tokens_per_step is not None and not max_tokens_per_step >= self.budget.limit * self.world_size:
+            raise InvalidInputError(
+                f"max_tokens_per_step={max_tokens_per_step:g} is less than one batch on each rank "
+                f"({self.budget.limit * self.world_size:g}).",
+            )
+        self._progress = EpochProgress()
+        self._progress.begin(0, self.world_size)
+        self._plan: EpochPlan | None = None
+        self._received = Received()
+        self._first = 0
+        self._print: str | None = None
+        self.certified: str | None = None
+        """What ran to prove the budget; None where nothing did."""
+        self.windows = StepWindows(self._window_sizes)
+        """How many batches of a rank make each optimizer step of this epoch."""
+
+    @classmethod
+    def from_fit(cls, fit: Fit, lengths: Any, workload: Any, **options: Any) -> TokenBatchSampler:
+        """Take the budget from a `fit` over three lengths or more, and run the costliest batch to prove it.
+
+        `workload` is what was fitted: a Workload, or its target. `options` are those of the sampler itself.
+        """
+        from batchwright.sampler.certified import certified_sampler
+
+        return certified_sampler(cls, fit, lengths, workload, **options)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is planned."""
+        return self._progress.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Turn to another epoch; to the present one changes nothing, so that a resumed one goes on."""
+        if whole_number(epoch, "epoch", least=0) != self._progress.epoch:
+            self._begin(epoch)
+
+    def __len__(self) -> int:
+        """Batches of this rank in an epoch; of one that was resumed, those that are left."""
+        self._roll_over()
+        return self.planned.rounds.number - self._first
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._roll_over()
+        plan = self.planned
+        self._received.begin(self._count)
+        for index in range(self._first, plan.rounds.number):
+            self._received.drew(index + 1)
+            yield plan.batch(index, self.rank)
+        self._received.drew_all()
+
+    def track(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of a DataLoader over this sampler, and count those that were received."""
+        self.expect_counts()
+        for batch in loader:
+            self.count_received(1)
+            yield batch
+
+    def counts(self, index: int) -> bool:
+        """Whether the `index`-th batch of this iteration counts; one that only keeps step repeats a sample."""
+        return not self.planned.rounds.is_repeat(self._first + index, self.rank)
+
+    def stats(self) -> SamplerStats:
+        """Return what this epoch is like, all ranks together."""
+        plan = self.planned
+        after = EpochProgress()
+        after.begin(self.epoch + 1, self.world_size)
+        following = after.plan(self.lengths, self._usable, self.budget, self._mixing, self.seed)
+        num_batches = int((plan.sizes > 0).sum())
+        return SamplerStats(
+            samples=len(plan.samples),
+            batches=num_batches,
+            steps=plan.rounds.number,
+            ranks=self.world_size,
+            tokens=int(plan.tokens.sum()),
+            waste=share_of_padding(plan),
+            fill=float(plan.costs.sum()) / num_batches / self.budget.limit if num_batches else 0.0,
+            rank_idle=share_idle(plan),
+            pair_repeat=pair_repeat(plan, following, len(self.lengths)),
+            largest_cost=float(plan.costs.max(initial=0.0)),
+            budget=float(self.budget.limit),
+            num_windows=self._mixing.num_windows,
+            repeats=plan.rounds.num_repeats,
+            dropped=self._num_dropped,
+            single=self._num_single,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loop stands: batches that it received, not those that workers drew ahead."""
+        self._received.check()
+        return {"seed": self.seed, "fingerprint": self._fingerprint(), **self._progress.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` stood, also on another number of ranks."""
+        if state["fingerprint"] != self._fingerprint():
+            raise InvalidInputError(
+                f"this state is of other samples or another budget than these {counted(len(self.lengths), 'sample')}.",
+                remedy="the same lengths in the same order, the same budget, multiple_of, waste and oversize",
+            )
+        if state["seed"] != self.seed:
+            raise InvalidInputError(
+                f"this state is of seed {shortened(state['seed'])}; the sampler has seed {self.seed}.",
+                remedy=f"TokenBatchSampler(..., seed={shortened(state['seed'])})",
+            )
+        self._progress.load_state_dict(state)
+        self._progress.go_on_with(self.world_size)
+        self._first = self._progress.rounds
+        self._plan = None
+
+    @property
+    def num_received(self) -> int:
+        """Batches of this rank that the loop has received of the epoch, on the present number of ranks."""
+        return self._progress.rounds
+
+    def expect_counts(self) -> None:
+        """Leave it to somebody who sees the loop to count what it receives of the next iteration."""
+        self._received.expect_counts()
+
+    def count_received(self, number: int) -> None:
+        """Count batches as received; an Accumulator does it at the end of each window."""
+        self._progress.segments[-1].rounds += number
+
+    def _begin(self, epoch: int) -> None:
+        self._progress.begin(epoch, self.world_size)
+        self._first, self._plan = 0, None
+        self._received.is_exhausted = False
+
+    def _roll_over(self) -> None:
+        """Turn to the next epoch where this one is over; without set_epoch every epoch would be alike."""
+        number = self.planned.rounds.number
+        if number and (
+            self._progress.rounds >= number or (self._received.is_exhausted and not self._received.is_counted)
+        ):
+            self._begin(self.epoch + 1)
+
+    @property
+    def planned(self) -> EpochPlan:
+        """The plan of the epoch."""
+        if self._plan is None:
+            self._plan = self._progress.plan(self.lengths, self._usable, self.budget, self._mixing, self.seed)
+        return self._plan
+
+    def _window_sizes(self) -> list[int]:
+        if self._per_step is None:
+            raise InvalidInputError(
+                "the sampler has no budget for an optimizer step.",
+                remedy="TokenBatchSampler(..., max_tokens_per_step=...)",
+            )
+        plan = self.planned
+        return window_sizes(plan.tokens.sum(axis=1), self._per_step, done=self._first)
+
+    def _count(self, rounds: int) -> None:
+        self._progress.segments[-1].rounds = rounds
+
+    def _oversize(self, choice: str) -> tuple[npt.NDArray[np.int64] | None, int, int]:
+        if choice not in OVERSIZE:
+            raise InvalidInputError(f"oversize is {', '.join(OVERSIZE)}; received {shortened(choice)}.")
+        too_long = np.flatnonzero(self.budget.most_samples(self.lengths.sum(axis=1)) < 1)
+        if not len(too_long) or choice == "single":
+            return None, 0, len(too_long)
+        if choice == "drop":
+            return np.delete(np.arange(len(self.lengths)), too_long), len(too_long), 0
+        longest = int(self.lengths.sum(axis=1).max())
+        raise InvalidInputError(
+            f"{counted(len(too_long), 'sample')} of {len(self.lengths):,} cost more than the budget of "
+            f"{self.budget.limit:g} alone: the first is sample {too_long[0]:,}, the longest has {longest:,} tokens.",
+            remedy='a larger budget, oversize="drop", or oversize="single" for a batch of its own',
+        )
+
+    def _fingerprint(self) -> str:
+        if self._print is None:
+            told = f"{self.budget.to_dict()} {self._mixing} {self._num_dropped}"
+            numbers = zlib.crc32(told.encode(), zlib.crc32(self.lengths.tobytes()))
+            self._print = f"{len(self.lengths)}-{numbers:08x}"
+        return self._print
+
+
+def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return rank and number of ranks: as given, else the process group's, else one."""
+    if (rank is None) != (world_size is None):
+        raise InvalidInputError("rank and world_size go together.", remedy="both, or neither for the process group's")
+    if rank is None or world_size is None:
+        try:
+            import torch.distributed as dist
+        except ImportError:
+            return 0, 1
+        is_group = dist.is_available() and dist.is_initialized()
+        return (dist.get_rank(), dist.get_world_size()) if is_group else (0, 1)
+    if whole_number(rank, "rank", least=0) >= whole_number(world_size, "world_size"):
+        raise InvalidInputError(f"rank {rank} of {counted(world_size, 'rank')}: they are counted from 0.")
+    return rank, world_size
