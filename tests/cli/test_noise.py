@@ -54,6 +54,15 @@ def infers():
     return workload(optimizer=None)
 
 
+def at_zero():
+    def optimizer(params):
+        made = torch.optim.AdamW(params, lr=0.01)
+        made.register_step_post_hook(lambda *_: made.param_groups[0].update(lr=0.0))
+        return made
+
+    return workload(optimizer=optimizer)
+
+
 def still():
     return workload(loss=lambda model, batch: 0.0 * loss(model, batch))
 
@@ -151,6 +160,19 @@ def test_a_plot_is_a_picture(run: Run, target: str, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_schedule_at_zero_and_times_without_a_signal_are_lines_not_errors(run: Run, target: str) -> None:
+    assert run("noise", f"{target}:at_zero", "--effective-batch", "16", "--steps", "12").code in (0, 1)
+    ran = run("noise", f"{target}:still", "--effective-batch", "8", "--steps", "12", "--times", "8=0.1,16=0.2")
+    assert ran.code == 1
+    assert "no batch can be named as the soonest" in ran.out
+
+
+def test_a_batch_above_the_data_is_refused(run: Run, target: str) -> None:
+    ran = run("noise", f"{target}:workload", "--effective-batch", "1024")
+    assert ran.code == 2
+    assert "a step of 1,024 samples was asked for, but data= holds 600 samples" in ran.err
+
+
 @pytest.mark.parametrize(
     ("options", "code", "told"),
     [
@@ -166,7 +188,7 @@ def test_a_plot_is_a_picture(run: Run, target: str, tmp_path: Path) -> None:
         (["workload", "--shape", "width=6"], 2, "takes its samples from data="),
         (["infers"], 2, "this one only infers"),
         (["breaks"], 3, "KeyError: 'labels'"),
-        (["diverges"], 2, "the loss is nan"),
+        (["diverges", "--steps", "8"], 1, "the loss is nan from step 1 on: training ended there"),
         (["nothing"], 2, "has no function 'nothing'"),
     ],
 )

@@ -15,6 +15,7 @@ from torch import nn
 import batchwright as bw
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.noise.branch_curve import Branch, fit_branches, steps_to
+from batchwright.noise.critical_batch import CriticalBatch
 from batchwright.report.console import render_plain
 
 
@@ -87,5 +88,36 @@ def test_what_cannot_be_measured_is_refused() -> None:
         bw.measure_critical_batch(workload(), batches=(4,))
     with pytest.raises(InvalidInputError, match="only infers"):
         bw.measure_critical_batch(workload(optimizer=None), batches=(4, 8), steps=3, seeds=1)
+    with pytest.raises(InvalidInputError, match="names 1 batch that"):
+        bw.measure_critical_batch(workload(), batches=(4, 8), learning_rates={16: 0.1})
+    with pytest.raises(InvalidInputError, match="learning rate must be"):
+        bw.measure_critical_batch(workload(), batches=(4, 8), learning_rates={8: -1.0})
     with pytest.raises(BatchwrightError, match="fewer than two batches reached"):
         bw.measure_critical_batch(workload(), batches=(4, 8), steps=5, seeds=1, learning_rates={8: 1e-12})
+
+
+def test_a_branch_that_diverges_is_left_out_and_named() -> None:
+    found = bw.measure_critical_batch(
+        workload(), batches=(4, 8, 16), steps=12, seeds=2, learning_rates={16: 1e6}, evaluate_samples=20
+    )
+    assert found.branches[-1].mean_steps is None
+    assert "batch 16 did not reach" in found.notes[0]
+
+
+def test_the_rate_is_tuned_so_that_the_noise_scale_does_not_decide_the_answer() -> None:
+    """At a rate far too small every batch gains by the rate alone; the answer must not be the rule's own."""
+
+    def tiny_rate(parameters: Any) -> Any:
+        return torch.optim.SGD(parameters, lr=1e-4)
+
+    found = bw.measure_critical_batch(workload(optimizer=tiny_rate), batches=(4, 16), steps=20, seeds=1)
+    assert found.branches[0].learning_rate_factor >= 16
+
+
+def test_a_noise_scale_is_calibrated_by_the_ratio() -> None:
+    branches = [Branch(b, 1.0, (100 * (1 + 50 / b),) * 5) for b in (8, 64, 512)]
+    here = CriticalBatch(25.0, 20.0, 30.0, unit="samples", observations=50)
+    found = fit_branches(branches, target=1.0, noise_scale=here)
+    assert found is not None
+    whole = found.calibrated(CriticalBatch(100.0, 80.0, 120.0, unit="samples", observations=400))
+    assert (whole.value, whole.low, whole.high) == pytest.approx((200, 160, 240))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -230,9 +232,29 @@ def test_activation_checkpointing_changes_nothing(use_reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["broadcast", "row", "unsqueezed", "expanded"])
-@pytest.mark.parametrize("positions", [POSITIONS, SAMPLES], ids=["others", "as many as samples"])
-def test_positions_shared_by_all_samples_are_told_apart(how: str, positions: int) -> None:
-    assert_agree(Gpt(how, is_tied=True), ids(SAMPLES, positions), torch.float64)
+def test_positions_shared_by_all_samples_are_told_apart(how: str) -> None:
+    assert_agree(Gpt(how, is_tied=True), ids(SAMPLES, POSITIONS), torch.float64)
+
+
+def test_as_many_positions_as_samples_are_given_up_until_another_number_has_told_which_comes_first() -> None:
+    model = Gpt(is_tied=True).double()
+    norms = ExampleNorms(model, list(model.parameters()))
+    norms.start()
+    for positions, is_known in ((SAMPLES, False), (POSITIONS, True), (SAMPLES, True)):
+        model.zero_grad()
+        model(ids(SAMPLES, positions)).sum().backward()
+        assert (norms.failure is None) == is_known
+    norms.stop()
+
+
+def test_a_model_can_be_saved_and_copied_while_it_is_looked_at() -> None:
+    model = Gpt(is_tied=True)
+    norms = ExampleNorms(model, list(model.parameters()))
+    norms.start()
+    copy.deepcopy(model)(ids(SAMPLES, POSITIONS))
+    assert norms.num_samples is None
+    pickle.loads(pickle.dumps(model))
+    norms.stop()
 
 
 def test_a_batch_of_one_sample_has_the_norm_of_its_gradient() -> None:

@@ -313,3 +313,82 @@ def test_wrong_calls_say_what_was_asked(call: Any, told: str) -> None:
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), 2)
     with pytest.raises(InvalidInputError, match=told):
         call(model, accumulator)
+
+
+def test_a_population_is_counted_in_samples_also_where_units_are_tokens() -> None:
+    found = {}
+    for weight in (1, 16):
+        model = make_model()
+        accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), 2)
+        noise = NoiseScale(accumulator, population=40)
+        for batch in batches_of(0, [4, 4]):
+            accumulator.backward(loss_of(model, batch), weight=weight * len(batch), samples=len(batch))
+        found[weight] = noise.critical_batch
+    one, many = found[1], found[16]
+    assert one is not None
+    assert many is not None
+    assert many.signal == pytest.approx(one.signal, rel=1e-9)
+    assert many.trace == pytest.approx(16 * one.trace, rel=1e-9)
+
+
+def test_a_plain_loop_that_tells_no_sizes_counts_micro_batches_and_says_so() -> None:
+    model = make_model()
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), 2)
+    noise = NoiseScale(accumulator)
+    for batch in batches_of(0, [4] * 4):
+        accumulator.backward(loss_of(model, batch))
+    with pytest.warns(NoiseScaleWarning, match="counted in micro-batches"):
+        found = noise.critical_batch
+    assert found is not None
+    assert found.unit == "micro-batches"
+
+
+def test_weights_in_no_optimizer_are_left_out_and_noted() -> None:
+    model = make_model()
+    accumulator = Accumulator(model, torch.optim.SGD(model[2].parameters(), lr=0.05), 2)
+    noise = NoiseScale(accumulator)
+    twin = copy.deepcopy(model)
+    twin[0].requires_grad_(False)
+    for batch in accumulator.micro_batches(batches_of(0, [4] * 2)):
+        accumulator.backward(loss_of(model, batch))
+    wanted = observe_by_hand(twin, loss_of, batches_of(0, [4] * 2), [4, 4])
+    assert seen_by(noise)[0] == pytest.approx(wanted, rel=1e-11)
+    assert noise.notes == ["2 weights get gradients but are in no optimizer, and are left out"]
+
+
+def test_one_at_a_time() -> None:
+    model = make_model()
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), 2)
+    first = NoiseScale(accumulator)
+    with pytest.raises(InvalidInputError, match="watched already"):
+        NoiseScale(accumulator)
+    first.close()
+    second = NoiseScale(accumulator)
+    first.close()
+    for batch in accumulator.micro_batches(batches_of(0, [4] * 2)):
+        accumulator.backward(loss_of(model, batch))
+    assert (first.observations, second.observations) == (0, 1)
+
+
+def test_batch_normalization_is_never_cut() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), 1)
+    with pytest.warns(NoiseScaleWarning, match="no measurement without accumulation|ties the samples"):
+        noise = NoiseScale(accumulator)
+    for batch in accumulator.micro_batches(batches_of(0, [4] * 3)):
+        step = accumulator.backward(loss_of(model, batch))
+        assert step is not None
+        assert step.micro_batches == 1
+    assert noise.critical_batch is None
+
+
+def test_steps_are_those_of_the_accumulator_also_when_begun_mid_run_or_resumed() -> None:
+    model = make_model()
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), 2)
+    for batch in accumulator.micro_batches(batches_of(0, [4] * 6)):
+        accumulator.backward(loss_of(model, batch))
+    noise = NoiseScale(accumulator, every=2)
+    for batch in accumulator.micro_batches(batches_of(1, [4] * 6)):
+        accumulator.backward(loss_of(model, batch))
+    assert [one["step"] for one in noise.state_dict()["track"]["kept"]] == [4, 6]
+    assert noise.state_dict()["steps"] == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -190,3 +191,77 @@ def _check_hooks(let_go: Callable[[NoiseScale], None]) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not any(p._backward_hooks for p in model.parameters())
     assert not optimizer._optimizer_step_pre_hooks
+
+
+def looped(body: Callable[[Any, Any, int], None], *, steps: int = 3, **options: Any) -> NoiseScale:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    noise = NoiseScale(model, optimizer=optimizer, micro_batch=4, **options)
+    for step in range(steps):
+        body(model, optimizer, step)
+    return noise
+
+
+def accumulate(model: Any, step: int, number: int = 2) -> None:
+    for batch in batches_of(step, [4] * number):
+        loss_of(model, batch).backward()
+
+
+def test_gradients_that_are_never_zeroed_are_noticed() -> None:
+    def body(model: Any, optimizer: Any, step: int) -> None:
+        accumulate(model, step)
+        optimizer.step()
+
+    noise = looped(body)
+    assert noise.observations == 1
+    assert [reason[:32] for reason in noise.skipped] == ["what the backward passes added i"]
+
+
+def test_gradients_that_were_zeroed_in_place_within_a_window_are_noticed() -> None:
+    def body(model: Any, optimizer: Any, step: int) -> None:
+        accumulate(model, step)
+        optimizer.zero_grad(set_to_none=False)
+        accumulate(model, step + 10)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    noise = looped(body)
+    assert noise.observations == 0
+    assert [reason[:32] for reason in noise.skipped] == ["what the backward passes added i"]
+
+
+def test_gradients_that_are_only_looked_at_are_noticed() -> None:
+    def body(model: Any, optimizer: Any, step: int) -> None:
+        accumulate(model, step)
+        torch.autograd.grad(loss_of(model, batches_of(7, [4])[0]), list(model.parameters()))
+        accumulate(model, step + 10)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert looped(body).observations == 0
+
+
+def test_a_loss_scale_is_taken_out_whatever_it_is() -> None:
+    found = []
+    for scale in (1.0, 1024.0):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+        def body(model: Any, optimizer: Any, step: int, scaler: Any = scaler) -> None:
+            for batch in batches_of(step, [4] * 2):
+                scaler.scale(loss_of(model, batch) / 2).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        found.append(seen_by(looped(body, scaler=scaler)))
+    for plain, scaled in zip(*found, strict=True):
+        assert scaled == pytest.approx(plain, rel=1e-9)
+
+
+def test_a_model_can_be_saved_and_copied_meanwhile() -> None:
+    model = make_model()
+    noise = NoiseScale(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05), micro_batch=4)
+    pickle.loads(pickle.dumps(model))
+    twin = copy.deepcopy(model)
+    loss_of(twin, batches_of(0, [3])[0]).backward()
+    assert noise.skipped == {}

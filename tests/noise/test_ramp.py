@@ -105,3 +105,19 @@ def test_it_needs_an_accumulator_with_a_plain_number() -> None:
         BatchRamp(NoiseScale(model, optimizer=optimizer, micro_batch=2), max_accumulation=4)
     with pytest.raises(InvalidInputError, match="sets the accumulation itself"):
         BatchRamp(NoiseScale(Accumulator(model, optimizer, lambda step: 2)), max_accumulation=4)
+
+
+def test_it_stops_where_an_epoch_has_no_more_micro_batches() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Linear(WIDTH, 1)
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=1e-9), 2)
+    ramp = BatchRamp(NoiseScale(accumulator, window=400), max_accumulation=1024)
+    for _ in range(400):
+        epoch = [torch.randn(4, WIDTH, generator=generator) for _ in range(3)]
+        for batch in accumulator.micro_batches(epoch):
+            noise = 30 * torch.randn(4, generator=generator)
+            step = accumulator.backward((model(batch).squeeze(1) - batch.sum(1) - noise).square().mean())
+            if step is not None:
+                ramp.update(step)
+    assert len(ramp.decisions) == 1
+    assert accumulator.optimizer.param_groups[0]["lr"] < 3e-9

@@ -191,10 +191,14 @@ class Accumulator:
         reader = ReadAhead(loader, weight, skip=skip, is_counted=counting.is_counted)
         yield from self._windows.yielded(reader, counting)
 
-    def watch(self, watcher: WindowWatcher | None) -> None:
-        """Have something look at every window from now on, such as `NoiseScale`; None for nobody."""
+    def watch(self, watcher: WindowWatcher) -> None:
+        """Have something look at every window from now on, such as `NoiseScale`; one at a time."""
         self._windows.check_closed(remedy="begin to watch when backward has returned a Step")
         self._windows.watch(watcher)
+
+    def unwatch(self, watcher: WindowWatcher) -> None:
+        """Have it look no more, if it still does."""
+        self._windows.unwatch(watcher)
 
     def state_dict(self) -> dict[str, int]:
         """Return where training stands, as of the last finished window."""

@@ -69,10 +69,20 @@ class Windows:
         assert self._open is not None
         return self._open
 
-    def watch(self, watcher: WindowWatcher | None) -> None:
+    def watch(self, watcher: WindowWatcher) -> None:
         """Have something look at every window from now on."""
-        self._watcher = watcher or NOBODY
+        if self._watcher is not NOBODY:
+            raise InvalidInputError(
+                f"this accumulator is watched already, by a {type(self._watcher).__name__}.",
+                remedy="close that one first",
+            )
+        self._watcher = watcher
         self._expect(self._next_size())
+
+    def unwatch(self, watcher: WindowWatcher) -> None:
+        """Have it look no more."""
+        if self._watcher is watcher:
+            self._watcher = NOBODY
 
     def _begin(self, window: OpenWindow) -> None:
         # What somebody's backward left behind belongs to no window.

@@ -32,7 +32,7 @@ def command(target: str, as_json: bool, **options: Any) -> int:
     """Train for some steps and measure the critical batch size, with its interval.
 
     TARGET is a workload (path.py:function or module:function). It is trained for real, on its own data; nothing is
-    kept of it. Ends with 1 where the upper end of the critical batch is not resolved.
+    kept of it. Ends with 1 where the upper end of the critical batch is not resolved (under torchrun with 0).
 
     \b
     batchwright noise train.py:workload --effective-batch 64 --steps 200
@@ -66,7 +66,8 @@ def command(target: str, as_json: bool, **options: Any) -> int:
         from batchwright.report.console import print_answer
 
         print_answer(found)
-    return 0 if found.critical_batch.resolved else 1
+    # torchrun would report any other code of a rank as a crash.
+    return 0 if found.critical_batch.resolved or found.ranks > 1 else 1
 
 
 def _measure(target: str, options: dict[str, Any], *, speaks: bool) -> Any:

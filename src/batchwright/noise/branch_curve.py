@@ -8,11 +8,12 @@ Promises:
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from batchwright.errors import InvalidInputError
 from batchwright.noise.critical_batch import CriticalBatch
 from batchwright.noise.interval import LEAST_OBSERVATIONS, fieller
 
@@ -58,6 +59,24 @@ class MeasuredCriticalBatch:
         scale = None if self.noise_scale is None else self.noise_scale.in_samples()
         values = (self.critical_batch.value, scale.value if scale else math.inf)
         return values[0] / values[1] if all(0 < value < math.inf for value in values) else None
+
+    def calibrated(self, noise_scale: CriticalBatch) -> CriticalBatch:
+        """Return the critical batch that a noise scale stands for, by the ratio of the two that was measured here.
+
+        A noise scale can be averaged over a whole run, where branches were short. Its interval is that of the product,
+        taken by its ends: wider than need be.
+        """
+        here, there = None if self.noise_scale is None else self.noise_scale.in_samples(), noise_scale.in_samples()
+        ratio = self.ratio
+        if here is None or there is None or ratio is None:
+            raise InvalidInputError(
+                f"nothing to calibrate by: critical batch {self.critical_batch}, noise scale {self.noise_scale}.",
+                remedy="more steps or more seeds",
+            )
+        ends = self.critical_batch.low / here.value, self.critical_batch.high / here.value
+        return replace(
+            there, value=there.value * ratio, low=there.low * ends[0], high=there.high * ends[1], trace=math.nan
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the measurement as plain data."""

@@ -5,40 +5,35 @@ et al. 2018). Here the curve that defines the latter is measured: the steps S th
 fitted by S = Smin (1 + Bc/B).
 
 Promises:
-- all branches of a seed begin at the same weights, are judged on the same held-out samples and reach the same loss;
-- the learning rate follows the batch by the rule of the optimizer, or as it is handed in; the factor is told;
+- the learning rate is tuned for each batch, by factors of 2 on the first seed: at a rate that merely follows a rule the
+  answer would be the rule's own;
 - a branch that does not get there is left out and named.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import Subset
-
-from batchwright.accumulate.accumulator import Accumulator
-from batchwright.device.batches import make_batch, move_batch
 from batchwright.device.device import open_device
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.noise.branch_curve import Branch, MeasuredCriticalBatch, fit_branches, steps_to
+from batchwright.noise.branch_training import Ask, SeedBranches
 from batchwright.noise.learning_rate_change import learning_rate_change
-from batchwright.noise.noise_scale import NoiseScale
-from batchwright.noise.training import Trained, split_of, training
-from batchwright.units import counted, whole_number
+from batchwright.planning.learning_rate import checked_learning_rate
+from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from batchwright.noise.critical_batch import CriticalBatch
     from batchwright.workload import Workload
 
-# How often a branch is judged on its way, and how much longer than the first one may take.
-_LOOKS = 40
+# How many times as long as the smallest batch may any other take.
 _PATIENCE = 2
+# A rate must be better by this to be worth another try beyond it.
+_BETTER = 0.98
+_MOST_DOUBLINGS = 10
 
 
 def measure_critical_batch(
@@ -56,6 +51,7 @@ def measure_critical_batch(
 ) -> MeasuredCriticalBatch:
     """Train branches at several batches to the loss that the smallest reaches in `steps`, and fit the critical batch.
 
+    >>> import torch
     >>> from batchwright.workload import Workload
     >>> workload = Workload(
     ...     model=lambda: torch.nn.Linear(4, 1),
@@ -68,37 +64,43 @@ def measure_critical_batch(
     ([2, 8, 32], 'samples')
 
     `warm_up` steps at the smallest batch come before, so that branches begin in the middle of training.
-    `learning_rates` names the rate of a batch; others follow from the optimizer's rule. `seeds` are repeats; from 5 on
-    there is an interval.
+    `learning_rates` names the rate of a batch, which is then not tuned. `seeds` are repeats; from 5 on there is an
+    interval.
     """
-    sizes = sorted({whole_number(size, "batch") for size in batches})
-    if len(sizes) < 2:
-        raise InvalidInputError(f"a curve needs two batches or more; received {list(batches)}.", remedy="(16, 32, 64)")
+    sizes = _sizes(batches)
+    rates = _rates(learning_rates or {}, sizes)
     whole_number(steps, "steps")
+    whole_number(warm_up, "warm_up", least=0)
+    whole_number(evaluate_samples, "evaluate_samples")
     device = open_device(on).torch_device  # type: ignore[attr-defined]  # a simulated card cannot train
     runs = [
-        _Run(workload, device, shape or {}, seed, evaluate_samples, warm_up)
+        SeedBranches(workload, device, shape or {}, seed, evaluate_samples, warm_up)
         for seed in range(whole_number(seeds, "seeds"))
     ]
-    rates = dict(learning_rates or {})
-    base = []
-    for run in runs:
-        progress(f"seed {run.seed}: batch {sizes[0]}, {counted(_PATIENCE * steps, 'step')}")
-        base.append(run.train(sizes[0], steps=steps, most=_PATIENCE * steps, rate=rates.get(sizes[0]), noise=True))
-    # Each of them was there at the end of its `steps`, if not at every look before.
-    target = sum(min(loss for at, loss in curve if at <= steps) for curve in base) / len(base)
-    scale = runs[0].noise_scale(runs)
-    branches = [Branch(sizes[0], 1.0, tuple(steps_to(target, curve) for curve in base))]
-    for size in sizes[1:]:
-        factor = _factor(runs[0].optimizer, sizes[0], size, scale)
-        reached = []
-        for run in runs:
-            progress(f"seed {run.seed}: batch {size}, to a loss of {target:.4g}")
-            curve = run.train(
-                size, steps=steps, most=_PATIENCE * steps, rate=rates.get(size), factor=factor, target=target
-            )
-            reached.append(steps_to(target, curve))
-        branches.append(Branch(size, factor if size not in rates else math.nan, tuple(reached)))
+    first = sizes[0]
+
+    def train(run: SeedBranches, size: int, factor: float, target: float | None = None) -> list[tuple[int, float]]:
+        to = "" if target is None else f" to a loss of {target:.4g}"
+        progress(f"seed {run.seed}: batch {size}, learning rate x {factor:.3g}{to}")
+        most = steps if target is None else _PATIENCE * steps
+        ask = Ask(size, steps, most, factor, rates.get(size), target, watches_noise=target is None)
+        return run.train(ask, first_batch=first)
+
+    factor = 1.0
+    if first not in rates:
+        factor = tuned(1.0, lambda factor: _no_progress(train(runs[0], first, factor)))
+    base = [train(run, first, factor) for run in runs]
+    target = sum(min(loss for _, loss in curve) for curve in base) / len(base)
+    scale = _median([run.noise_scale for run in runs])
+    branches = []
+    for size in sizes:
+        if size != first and size not in rates:
+            guess = factor * _by_rule(runs[0].optimizer, first, size, scale)
+            own = tuned(guess, lambda factor, size=size: _score(target, train(runs[0], size, factor, target)))  # type: ignore[misc]
+        else:
+            own = factor
+        reached = tuple(steps_to(target, train(run, size, own, target)) for run in runs)
+        branches.append(Branch(size, math.nan if size in rates else own, reached))
     found = fit_branches(branches, target=target, noise_scale=scale)
     if found is None:
         raise BatchwrightError(
@@ -108,103 +110,62 @@ def measure_critical_batch(
     return found
 
 
-class _Run:
-    """One seed: the same beginning and the same held-out samples for every branch."""
+def tuned(guess: float, cost_of: Callable[[float], float]) -> float:
+    """Return the factor with the least cost among doublings and halvings of a guess, as far as they get better.
 
-    def __init__(
-        self, workload: Workload, device: torch.device, shape: Mapping[str, Any], seed: int, held_out: int, warm_up: int
-    ) -> None:
-        self._whole = workload
-        self._device, self._shape, self.seed = device, shape, seed
-        self._warm_up = warm_up
-        self._train_on = workload
-        self._held_out: Any = None
-        if workload.data is not None:
-            size = min(held_out, len(workload.data) // 5)
-            if size < 1:
-                raise InvalidInputError(
-                    f"data= holds {counted(len(workload.data), 'sample')}: too few to hold some out."
-                )
-            order = torch.randperm(len(workload.data), generator=torch.Generator().manual_seed(0)).tolist()
-            self._held_out = Subset(workload.data, order[:size])
-            self._train_on = replace(workload, data=Subset(workload.data, order[size:]))
-        self._num_held_out = held_out
-        self.observed: CriticalBatch | None = None
-        self.optimizer = ""
-
-    def train(
-        self,
-        batch: int,
-        *,
-        steps: int,
-        most: int,
-        rate: float | None = None,
-        factor: float = 1.0,
-        target: float | None = None,
-        noise: bool = False,
-    ) -> list[tuple[int, float]]:
-        """Train a branch, and return the held-out loss at every look; stop where the target is reached."""
-        with training(self._train_on, device=self._device, shape=self._shape, seed=self.seed) as trained:
-            self.optimizer = type(trained.optimizers[0]).__name__
-            judged = self._held_out_batch(trained)
-            size, accumulation = split_of(batch, None, trained.ranks)
-            if self._warm_up:
-                self._train(trained, size, accumulation, self._warm_up)
-            for optimizer in trained.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = rate if rate is not None else group["lr"] * factor
-            accumulator = Accumulator(trained.model, list(trained.optimizers), accumulation)
-            scale = NoiseScale(accumulator, window=float("inf"), population=self._population()) if noise else None
-            curve = [(0, self._judge(trained, judged))]
-            every = max(steps // _LOOKS, 1)
-            loader = itertools.islice(trained.batches(size), most * accumulation)
-            for micro in accumulator.micro_batches(loader, weight=self._whole.units):
-                step = accumulator.backward(self._whole.loss(trained.model, micro))  # type: ignore[misc]
-                if step is None or step.number % every:
-                    continue
-                curve.append((step.number, self._judge(trained, judged)))
-                if scale is not None and step.number >= steps:
-                    self.observed = scale.critical_batch
-                    scale.close()
-                    scale = None
-                if target is not None and curve[-1][1] <= target:
-                    break
-            return curve
-
-    def noise_scale(self, runs: Sequence[_Run]) -> CriticalBatch | None:
-        """The noise scale along the first branches, of the seed whose estimate is the median one."""
-        seen = [run.observed for run in runs if run.observed is not None]
-        return sorted(seen, key=lambda each: each.value)[len(seen) // 2] if seen else None
-
-    def _train(self, trained: Trained, size: int, accumulation: int, steps: int) -> None:
-        accumulator = Accumulator(trained.model, list(trained.optimizers), accumulation)
-        loader = itertools.islice(trained.batches(size), steps * accumulation)
-        for micro in accumulator.micro_batches(loader, weight=self._whole.units):
-            accumulator.backward(self._whole.loss(trained.model, micro))  # type: ignore[misc]
-
-    def _population(self) -> int | None:
-        return None if self._train_on.data is None else len(self._train_on.data)
-
-    def _held_out_batch(self, trained: Trained) -> Any:
-        if self._held_out is None:
-            return make_batch(self._whole, self._num_held_out, self._shape, self._device)
-        samples = [self._held_out[index] for index in range(len(self._held_out))]
-        collate = self._whole.collate or torch.utils.data.default_collate
-        return move_batch(collate(samples), self._device)
-
-    def _judge(self, trained: Trained, batch: Any) -> float:
-        model = trained.model
-        assert self._whole.loss is not None
-        model.eval()
-        with torch.no_grad():
-            loss = float(self._whole.loss(model, batch))
-        model.train()
-        return loss
+    >>> tuned(1.0, lambda factor: abs(factor - 5))
+    4.0
+    """
+    best, least = guess, cost_of(guess)
+    for step in (2.0, 0.5):
+        factor = guess * step
+        for _ in range(_MOST_DOUBLINGS):
+            cost = cost_of(factor)
+            if not cost < _BETTER * least:
+                break
+            best, least, factor = factor, cost, factor * step
+        if best != guess:
+            break
+    return best
 
 
-def _factor(optimizer: str, before: int, after: int, scale: CriticalBatch | None) -> float:
+def _score(target: float, curve: list[tuple[int, float]]) -> float:
+    """The steps to the target; where it was not reached, more than any that did, the less progress the more."""
+    reached = steps_to(target, curve)
+    return 1e12 * _no_progress(curve) if reached is None else reached
+
+
+def _no_progress(curve: list[tuple[int, float]]) -> float:
+    """The inverse of how far the loss came down: halved where it came down twice as far, however little that is."""
+    decrease = curve[0][1] - min(loss for _, loss in curve)
+    return 1 / decrease if decrease > 0 and math.isfinite(curve[-1][1]) else math.inf
+
+
+def _by_rule(optimizer: str, before: int, after: int, scale: CriticalBatch | None) -> float:
     in_samples = None if scale is None else scale.in_samples()
     if in_samples is None or not math.isfinite(in_samples.value):
         return 1.0
     found = learning_rate_change(optimizer, before, after, in_samples).factor
     return 1.0 if found is None else found.value
+
+
+def _median(scales: Iterable[CriticalBatch | None]) -> CriticalBatch | None:
+    known = sorted((scale for scale in scales if scale is not None), key=lambda scale: scale.value)
+    return known[len(known) // 2] if known else None
+
+
+def _sizes(batches: Any) -> list[int]:
+    given = list(batches) if hasattr(batches, "__iter__") and not isinstance(batches, str) else [batches]
+    sizes = sorted({whole_number(size, "batch") for size in given})
+    if len(sizes) < 2:
+        raise InvalidInputError(f"a curve needs two batches or more; received {shortened(batches)}.", remedy="(16, 64)")
+    return sizes
+
+
+def _rates(given: Mapping[int, float], sizes: Sequence[int]) -> dict[int, float]:
+    unknown = [size for size in given if size not in sizes]
+    if unknown:
+        raise InvalidInputError(
+            f"learning_rates names {counted(len(unknown), 'batch')} that {list(sizes)} does not have: {unknown}."
+        )
+    return {size: checked_learning_rate(rate) for size, rate in given.items()}

@@ -4,8 +4,6 @@ Promises:
 - a weight is followed only in modules whose arithmetic is known; any other is refused by name before training starts;
 - outputs, gradients and random numbers stay as they are, and no tensor is copied;
 - an embedding that all samples share (positions) is followed to where it is added to them, or the pass is given up.
-
-Not seen: a layout in which dimension 0 of a layer's input has as many rows as there are samples, and is not theirs.
 """
 
 from __future__ import annotations
@@ -14,13 +12,14 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import nn
 
 from batchwright.device.batches import tensors_in
 from batchwright.device.cutting import num_samples
+from batchwright.noise.weak_hook import WeakHook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -145,14 +144,17 @@ class UseLog:
         self._uses: dict[nn.Parameter, list[tuple[Form, Use]]] = defaultdict(list)
         self._shared: list[tuple[Use, Node]] = []
         self._given: set[int] = set()
+        self._samples_first: WeakSet[nn.Module] = WeakSet()
+        """Modules whose inputs were seen with more or fewer positions than samples, samples first."""
         self._hooks: list[Any] = []
         self._hooks_of_pass: list[Any] = []
 
     def install(self) -> None:
         """Begin to write."""
-        self._hooks = [module.register_forward_hook(self._record, with_kwargs=True) for module in self._forms]
-        self._hooks.append(self._model.register_forward_pre_hook(self._begin, with_kwargs=True))
-        self._hooks.append(self._model.register_forward_hook(self._follow_shared))
+        record, begin, follow = WeakHook(self._record), WeakHook(self._begin), WeakHook(self._follow_shared)
+        self._hooks = [module.register_forward_hook(record, with_kwargs=True) for module in self._forms]
+        self._hooks.append(self._model.register_forward_pre_hook(begin, with_kwargs=True))
+        self._hooks.append(self._model.register_forward_hook(follow))
 
     def remove(self) -> None:
         """Take every hook away, also those on a graph that still lives, and forget all uses."""
@@ -198,9 +200,24 @@ class UseLog:
         elif (rows := _rows(module, given)) != self.num_samples:
             self.fail(f"{self._names[module]}: its input has {rows} rows for {self.num_samples} samples")
             return
+        elif self._is_ambiguous(module, given):
+            shape = tuple(given.shape)
+            self.fail(f"{self._names[module]}: its input of shape {shape} may have the samples along either dimension")
+            return
         self._hooks_of_pass.append(output.register_hook(self._weakly(use.at_output)))
         for parameter, form in self._forms[module]:
             self._uses[parameter].append((form, use))
+
+    def _is_ambiguous(self, module: nn.Module, given: torch.Tensor) -> bool:
+        """Whether as many positions as samples leave it open which of the two comes first."""
+        own = 2 if isinstance(module, nn.Embedding) else 3
+        is_input = given.untyped_storage().data_ptr() in self._given  # dimension 0 of an input is the samples
+        if isinstance(module, CONVOLUTIONS) or given.dim() < own or is_input:
+            return False
+        if given.shape[1] != self.num_samples:
+            self._samples_first.add(module)
+            return False
+        return module not in self._samples_first
 
     def _weakly(self, method: Callable[[Any], None]) -> Callable[[Any], None]:
         # A loss that is kept until the next one keeps its graph, and with it what hooks hold: not the activations.

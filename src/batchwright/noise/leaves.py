@@ -12,13 +12,16 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from batchwright.noise.gradient_squares import add_by_group, square
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from torch import nn
+
+_NUM_PROBES = 3
 
 
 @dataclass
@@ -29,15 +32,22 @@ class Weights:
     groups: list[int]
     names: list[str]
     """Of the groups."""
+    num_others: int = 0
+    """Weights that get gradients and are in no optimizer: they do not train, and are left out."""
 
     @property
     def device(self) -> torch.device:
         """Where sums are kept."""
         return self.parameters[0].device
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of the coarsest weight."""
+        return min(parameter.dtype.itemsize for parameter in self.parameters)
+
     @staticmethod
     def of(model: nn.Module, optimizers: Sequence[Any]) -> Weights:
-        """Take the weights that optimizers hold, group by group, and those of the model that none holds."""
+        """Take the weights that optimizers hold, group by group."""
         found: dict[int, tuple[nn.Parameter, int]] = {}
         names: list[str] = []
         for optimizer in optimizers:
@@ -46,11 +56,8 @@ class Weights:
                     if parameter.requires_grad:
                         found.setdefault(id(parameter), (parameter, len(names)))
                 names.append(str(group.get("name", f"group {len(names)}")))
-        rest = [p for p in model.parameters() if p.requires_grad and id(p) not in found]
-        if rest:
-            found.update({id(parameter): (parameter, len(names)) for parameter in rest})
-            names.append("in no optimizer")
-        return Weights([p for p, _ in found.values()], [group for _, group in found.values()], names or ["group 0"])
+        others = sum(p.requires_grad and id(p) not in found for p in model.parameters())
+        return Weights([p for p, _ in found.values()], [group for _, group in found.values()], names, others)
 
     def is_same_as(self, other: Weights) -> bool:
         """Whether nothing was frozen, thawed, added or taken away."""
@@ -67,6 +74,7 @@ class _Seen:
     squares: dict[int, torch.Tensor] = field(default_factory=dict)
     examples: dict[int, torch.Tensor] = field(default_factory=dict)
     num_pieces: int = 0
+    probes: list[torch.Tensor] = field(default_factory=list)
     on_first: Callable[[], None] | None = None
     of_examples: Callable[[nn.Parameter, torch.Tensor], torch.Tensor | None] | None = None
 
@@ -77,8 +85,9 @@ class LeafSquares:
     def __init__(self, model: nn.Module, weights: Weights) -> None:
         self.weights = weights
         self._seen = _Seen()
+        self._signs = {} if _sharded(model) else _signs(weights.parameters)
         handles = [
-            leaf.register_hook(_hook(self._seen, index, weights.parameters[index]))
+            leaf.register_hook(_hook(self._seen, index, weights.parameters[index], self._signs.get(index)))
             for index, leaf in enumerate(_leaves(model, weights.parameters))
         ]
         self.let_go = weakref.finalize(self, _remove, handles)
@@ -92,6 +101,7 @@ class LeafSquares:
         """Look at the next backward pass; `on_first` is called within it, `of_examples` for every weight."""
         self._seen.squares.clear()
         self._seen.examples.clear()
+        self._seen.probes.clear()
         self._seen.num_pieces = 0
         self._seen.on_first, self._seen.of_examples = on_first, of_examples
         self._seen.is_on = True
@@ -116,13 +126,25 @@ class LeafSquares:
             return None
         return self._by_group(self._seen.examples)
 
+    def probe(self) -> torch.Tensor | float:
+        """A few random combinations of what the pass added: they must add up to those of the gradient in the end."""
+        return _total(self._seen.probes, self.weights.device)
+
+    def probe_of_gradients(self) -> torch.Tensor | float:
+        """The same of the gradients that are there now."""
+        gradients = [(self.weights.parameters[index].grad, signs) for index, signs in self._signs.items()]
+        found = [(gradient.float() * signs).sum() for gradient, signs in gradients if gradient is not None]
+        return _total(found, self.weights.device)
+
     def _by_group(self, found: dict[int, torch.Tensor]) -> torch.Tensor:
         weights = self.weights
         groups = [weights.groups[index] for index in found]
         return add_by_group(list(found.values()), groups, len(weights.names), weights.device)
 
 
-def _hook(seen: _Seen, index: int, parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
+def _hook(
+    seen: _Seen, index: int, parameter: nn.Parameter, signs: torch.Tensor | None
+) -> Callable[[torch.Tensor], None]:
     def see(gradient: torch.Tensor) -> None:
         if not seen.is_on:
             return
@@ -131,6 +153,8 @@ def _hook(seen: _Seen, index: int, parameter: nn.Parameter) -> Callable[[torch.T
             first()
         seen.num_pieces += 1
         seen.squares[index] = square(gradient.detach())
+        if signs is not None and not gradient.is_sparse:
+            seen.probes.append((gradient.detach().float() * signs).sum())
         if seen.of_examples is not None:
             examples = seen.of_examples(parameter, gradient.detach())
             if examples is not None:
@@ -141,19 +165,35 @@ def _hook(seen: _Seen, index: int, parameter: nn.Parameter) -> Callable[[torch.T
 
 def _leaves(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     """Return what autograd hands each weight's gradient to: the weight, or under FSDP2 its unsharded double."""
-    sharded: list[Any] = [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
-    if not sharded:
-        return list(parameters)
-    # Hooks on the shards never fire. The doubles are made once and stay; only their memory comes and goes.
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
-    for module in sharded:
+    whole: dict[str, torch.Tensor] = {}
+    # Hooks on the shards never fire. The doubles are made once and stay; only their memory comes and goes, and one
+    # group at a time, since all of them may not fit.
+    for module in _sharded(model):
         module.unshard()
-    try:
-        whole = dict(model.named_parameters(remove_duplicate=False))
-        return [whole[names[id(p)]] if id(p) in names else p for p in parameters]
-    finally:
-        for module in sharded:
+        try:
+            now = model.named_parameters(remove_duplicate=False)
+            whole.update({name: parameter for name, parameter in now if names.get(id(parameter)) != name})
+        finally:
             module.reshard()
+    return [whole.get(names.get(id(parameter), ""), parameter) for parameter in parameters]
+
+
+def _sharded(model: nn.Module) -> list[Any]:
+    """The modules that FSDP2 shards by themselves."""
+    return [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
+
+
+def _signs(parameters: Sequence[nn.Parameter]) -> dict[int, torch.Tensor]:
+    """Random signs for the few smallest weights: to look at those costs nothing."""
+    smallest = sorted(range(len(parameters)), key=lambda index: parameters[index].numel())[:_NUM_PROBES]
+    generator = torch.Generator().manual_seed(0)
+    draw = {i: torch.randint(0, 2, parameters[i].shape, generator=generator) * 2.0 - 1.0 for i in smallest}
+    return {index: signs.to(parameters[index].device) for index, signs in draw.items()}
+
+
+def _total(values: list[torch.Tensor], device: torch.device) -> torch.Tensor | float:
+    return torch.stack([value.to(device) for value in values]).sum() if values else 0.0
 
 
 def _remove(handles: list[Any]) -> None:

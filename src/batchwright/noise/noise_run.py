@@ -11,13 +11,16 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from batchwright.accumulate.accumulator import Accumulator
 from batchwright.device.device import open_device
-from batchwright.errors import BatchwrightError
+from batchwright.device.step_checks import checked_loss
+from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.noise.best_batch import best_batch
+from batchwright.noise.noise_run_result import NoiseRun, TrendPoint
 from batchwright.noise.noise_scale import NoiseScale
 from batchwright.noise.ramp import gamma_of
 from batchwright.noise.training import split_of, training
@@ -27,98 +30,12 @@ from batchwright.units import counted, whole_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rich.console import RenderableType
-
     from batchwright.accumulate.step import Step
-    from batchwright.noise.best_batch_result import BestBatch
     from batchwright.noise.critical_batch import CriticalBatch
-    from batchwright.noise.verdict import Verdict
     from batchwright.workload import Workload
 
-
-@dataclass(frozen=True)
-class TrendPoint:
-    """The critical batch and the loss at a step of the run."""
-
-    step: int
-    samples: int
-    loss: float
-    critical_batch: CriticalBatch
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the point as plain data."""
-        return {"step": self.step, "samples": self.samples, "loss": self.loss, **self.critical_batch.to_dict()}
-
-
-@dataclass(frozen=True)
-class NoiseRun:
-    """A short training run, and what its gradients say of the batch in use."""
-
-    name: str
-    critical_batch: CriticalBatch
-    effective_batch: int
-    micro_batch: int
-    accumulation: int
-    ranks: int
-    steps: int
-    history: tuple[TrendPoint, ...]
-    verdict: Verdict
-    by_group: Mapping[str, CriticalBatch]
-    seconds_per_step: float
-    """The median."""
-    gamma: float | None
-    """What a batch that follows the critical batch could buy; 1 for nothing. None where the trend is not resolved."""
-    best: BestBatch | None = None
-    """The batch that reaches the loss soonest, where step times were handed in."""
-    skipped: Mapping[str, int] | None = None
-    notes: tuple[str, ...] = ()
-    source: str = "measured"
-
-    @property
-    def recommendation(self) -> str:
-        """What to do, in one line."""
-        if self.best is None:
-            return self.verdict.recommendation
-        first, last = self.best.range_within_5_percent
-        return (
-            f"an effective batch of {self.best.value:,} reaches the loss soonest; {first:,} to {last:,} are within 5 %"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the run as plain data, the same as `batchwright noise --json` prints."""
-        return {
-            "schema": 1,
-            "source": self.source,
-            "name": self.name,
-            "critical_batch": self.critical_batch.to_dict(),
-            "effective_batch": self.effective_batch,
-            "micro_batch": self.micro_batch,
-            "accumulation": self.accumulation,
-            "devices": self.ranks,
-            "steps": self.steps,
-            "observations": self.critical_batch.observations,
-            "steps_needed": self.critical_batch.steps_needed,
-            "history": [point.to_dict() for point in self.history],
-            "by_group": {name: each.to_dict() for name, each in self.by_group.items()},
-            "seconds_per_step": self.seconds_per_step,
-            "gamma": self.gamma,
-            "verdict": self.verdict.to_dict(),
-            "recommendation": self.recommendation,
-            "best_batch": None if self.best is None else self.best.to_dict(),
-            "skipped": dict(self.skipped or {}),
-            "notes": list(self.notes),
-        }
-
-    def __rich__(self) -> RenderableType:
-        from batchwright.report.noise_text import draw_noise
-
-        return draw_noise(self)
-
-    def _repr_html_(self) -> str:
-        from batchwright.report.html import table_to_html
-        from batchwright.report.noise_text import noise_columns, noise_remarks, summarize_noise
-
-        return table_to_html(summarize_noise(self), noise_columns(self), noise_remarks(self))
+# Steps in a row whose loss is not a number.
+_DIVERGED = 5
 
 
 def measure_noise(
@@ -172,11 +89,20 @@ def measure_noise(
         )
         done: list[Step] = []
         seconds: list[float] = []
-        batches = itertools.islice(trained.batches(size), steps * accumulation)
+        batches = itertools.islice(trained.batches(size, accumulation), steps * accumulation)
         start = said = time.monotonic()
+        num_bad = 0
         for batch in accumulator.micro_batches(batches, weight=workload.units):
-            step = accumulator.backward(workload.loss(trained.model, batch))
-            if step is None:
+            loss = checked_loss(workload.loss(trained.model, batch))
+            is_bad = not bool(torch.isfinite(loss.detach()).all())
+            num_bad = num_bad + 1 if is_bad else 0
+            # What counts nothing still keeps ranks in step.
+            step = accumulator.backward(loss, weight=0) if is_bad else accumulator.backward(loss)
+            if num_bad >= _DIVERGED * accumulation and trained.ranks == 1:
+                first = accumulator.number - _DIVERGED + 1
+                noise.notes.append(f"the loss is {loss.item()} from step {max(first, 1)} on: training ended there")
+                break
+            if step is None or step.skipped:
                 continue
             if not done:
                 noise.average_over(max(steps // 2, 1) * step.units / every)
@@ -212,12 +138,19 @@ def _told(
     effective_batch = micro_batch * accumulation * ranks
     samples = critical.in_samples()
     group = optimizers[0].param_groups[0]
+    best, notes = None, list(noise.notes)
+    if times is not None:
+        try:
+            best = best_batch(samples or critical, times, devices=ranks)
+        except InvalidInputError as error:
+            notes.append(f"no batch can be named as the soonest: {error.problem.rstrip('.')}")
     verdict = judge(
         samples or critical,
         # Where nothing tells how many samples a unit has, both are in units.
         effective_batch if samples else sum(step.units for step in done) / len(done),
         optimizer=type(optimizers[0]).__name__,
-        learning_rate=group.get("lr"),
+        # A schedule may stand at 0 in the end.
+        learning_rate=float(group.get("lr", 0.0)) or None,
         betas=group.get("betas"),
         weight_decay=group.get("weight_decay"),
         devices=ranks,
@@ -230,22 +163,27 @@ def _told(
         accumulation=accumulation,
         ranks=ranks,
         steps=len(done),
-        history=_trend(noise, done, effective_batch),
+        history=_trend(noise, done, effective_batch, critical),
         verdict=verdict,
         by_group=noise.by_group,
         seconds_per_step=statistics.median(seconds),
         gamma=gamma_of(noise.history),
-        best=None if times is None else best_batch(samples or critical, times, devices=ranks),
+        best=best,
         skipped=noise.skipped,
-        notes=tuple(noise.notes),
+        notes=tuple(notes),
     )
 
 
-def _trend(noise: NoiseScale, done: Sequence[Step], effective_batch: int) -> tuple[TrendPoint, ...]:
+def _trend(
+    noise: NoiseScale, done: Sequence[Step], effective_batch: int, last: CriticalBatch
+) -> tuple[TrendPoint, ...]:
+    found = [(point.step, point.critical_batch) for point in noise.history]
+    if not found or found[-1][0] < done[-1].number:
+        found.append((done[-1].number, last))
     points, before = [], 0
-    for point in noise.history:
-        losses = [step.loss for step in done[before : point.step]]
-        before = point.step
-        mean = sum(losses) / len(losses)
-        points.append(TrendPoint(point.step, point.step * effective_batch, mean, point.critical_batch))
+    for number, critical in found:
+        losses = [step.loss for step in done if before < step.number <= number]
+        before = number
+        mean = sum(losses) / len(losses) if losses else float("nan")
+        points.append(TrendPoint(number, number * effective_batch, mean, critical))
     return tuple(points)

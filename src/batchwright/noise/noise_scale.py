@@ -1,7 +1,8 @@
 """`NoiseScale`: the critical batch size while training runs, with its interval.
 
 Promises:
-- training is not changed: no gradient, weight or random number, and nothing is read from a device until somebody asks;
+- gradients, weights and random numbers are not changed, but where a batch has to be cut in two, which is said; nothing
+  is read from a device for a micro-batch;
 - all ranks give the same answer;
 - a window that cannot be used is left out, counted in `skipped` by its reason, and never becomes a number.
 """
@@ -20,8 +21,8 @@ from batchwright.noise.ranks_alike import RanksAlike
 from batchwright.noise.simple import estimate
 from batchwright.noise.track import Track
 from batchwright.noise.watched_windows import WatchedWindows
-from batchwright.noise.window_sums import REASONS, Told
-from batchwright.units import shortened, whole_number
+from batchwright.noise.window_sums import PROBE_TOLERANCES, REASONS, ROUGH, Told
+from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,8 +79,10 @@ class NoiseScale:
         population: int | None = None,
     ) -> None:
         every = whole_number(every, "every")
-        if window is not None and not window > 0:
-            raise InvalidInputError(f"window must be above 0, in samples or what else is counted; received {window}.")
+        if window is not None and not (isinstance(window, int | float) and window > 0):
+            raise InvalidInputError(
+                f"window must be above 0, in samples or what else is counted; received {shortened(window)}."
+            )
         self._population = None if population is None else whole_number(population, "population")
         self._skipped: Counter[str] = Counter()
         self.notes: list[str] = []
@@ -103,6 +106,9 @@ class NoiseScale:
         self._alike = RanksAlike()
         self._track = Track(window=window, unit=unit or "samples", names=names, every=every)
         self._has_unit = unit is not None
+        others = self._source.leaves.weights.num_others
+        if others:
+            self.notes.append(f"{counted(others, 'weight')} get gradients but are in no optimizer, and are left out")
         if batch_norms(model):
             self.note(BATCH_NORM_WARNING.format(names=", ".join(batch_norms(model)[:3])))
 
@@ -219,6 +225,8 @@ class NoiseScale:
                 factor=factor,
                 is_sharded=self._source.is_sharded,
                 population=self._population,
+                probe_tolerance=PROBE_TOLERANCES.get(self._source.leaves.weights.itemsize, ROUGH),
+                is_own_loop=self.accumulator is None,
             )
             if told.reason:
                 self.skip(told.reason)
@@ -229,7 +237,18 @@ class NoiseScale:
                 self.note(self._alike.warning)
 
     def _name_unit(self, told: Told) -> None:
-        if not self._has_unit and told.samples and abs(told.samples - told.units) > 1e-6 * told.units:
+        if self._population is not None and not told.samples:
+            self.note("nothing told how many samples a micro-batch has, so population= is not corrected for")
+        if self._has_unit:
+            return
+        self._has_unit = True
+        if not told.samples and told.units == told.observations[0].parts:
+            self._track.unit = "micro-batches"
+            self.note(
+                "nothing told how large a micro-batch is, so the critical batch is counted in micro-batches; "
+                "micro_batches(loader) counts samples, backward(loss, weight=len(batch)) does too"
+            )
+        elif abs(told.samples - told.units) > 1e-6 * told.units:
             self._track.unit = "units"
 
     def _watched(self, accumulator: Accumulator, every: int) -> WatchedWindows:
@@ -244,6 +263,9 @@ class NoiseScale:
             raise InvalidInputError(
                 f"NoiseScale takes an Accumulator, or a model with its optimizer; received {shortened(model)}."
             )
+        wrong = [each for each in optimizers if not hasattr(each, "param_groups")]
+        if wrong:
+            raise InvalidInputError(f"NoiseScale takes optimizers of torch; received {shortened(wrong[0])}.")
         if not optimizers or micro_batch is None:
             raise InvalidInputError(
                 "for a loop of your own NoiseScale needs the optimizer that steps and the samples of a micro-batch.",

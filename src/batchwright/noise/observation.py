@@ -63,11 +63,11 @@ class Squares:
         told = [(square, size) for square, size in zip(squares, sizes, strict=True) if size > 0]
         return Squares(sum(s * n for s, n in told), float(sum(n for _, n in told)), len(told))
 
-    def observe(self, square_of_mean: float, *, population: int | None = None) -> Observation | None:
+    def observe(self, square_of_mean: float, *, population: float | None = None) -> Observation | None:
         """Return the estimates, given |mean g|^2 over all parts, weighted by their units; None for fewer than two.
 
-        Takes the variance of a part's gradient as T/n. `population` is the size of a dataset that is drawn from
-        without replacement: two parts are then a little less alike than independent ones, by T/D.
+        Takes the variance of a part's gradient as T/n. `population` is the size, in units, of a dataset that is
+        drawn from without replacement: two parts are then a little less alike than independent ones, by T/D.
 
         >>> Squares.of([5.0, 1.0], [1, 1]).observe(2.0)
         Observation(trace=2.0, signal=1.0, units=2.0, parts=2)

@@ -19,10 +19,11 @@ from batchwright.device.cutting import num_samples
 from batchwright.noise.example_norms import ExampleNorms, UnknownModuleError
 from batchwright.noise.gradient_squares import squares_of_gradients
 from batchwright.noise.leaves import LeafSquares, Weights
+from batchwright.noise.weak_hook import WeakHook
 from batchwright.noise.window_sums import DROPPED, IN_PIECES, OTHER_SIZES, UNEXPECTED, UNPAIRED, WindowSums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
@@ -49,8 +50,7 @@ class OwnLoop:
         self._reason = ""
         self._spread = how_spread(model)
         self.leaves = LeafSquares(model, Weights.of(model, optimizers))
-        me = weakref.ref(self)
-        self._on_first = _to(me, OwnLoop._backward_begins)
+        self._on_first = WeakHook(self._backward_begins)
         self.num_windows = 0
         # The mean gradient is read from the backward on that was the last of the window before: most loops are even.
         self._num_before = 1
@@ -60,9 +60,9 @@ class OwnLoop:
         self._examples = self._known_examples()
         self._is_by_example = False
         handles = [
-            model.register_forward_pre_hook(_to(me, OwnLoop._forward), with_kwargs=True),
+            model.register_forward_pre_hook(WeakHook(self._forward), with_kwargs=True),
             # One step of the first optimizer is one window.
-            self._optimizers[0].register_step_pre_hook(_to(me, OwnLoop._step)),
+            self._optimizers[0].register_step_pre_hook(WeakHook(self._step)),
         ]
         self.let_go = weakref.finalize(self, _remove, handles)
         self._begin()
@@ -129,18 +129,24 @@ class OwnLoop:
         self._num_backward += 1
         if self.leaves.came_in_pieces:
             sums.reason = sums.reason or IN_PIECES
-        sums.saw_scale(getattr(self._scaler, "_scale", None))
+        scale = getattr(self._scaler, "_scale", None)
+        sums.saw_scale(scale)
+        factor = 1.0 if scale is None else scale
+        sums.add_probe(self.leaves.probe())
         squares = self.leaves.squares_of_examples() if self._is_by_example else None
         if squares is not None:
-            sums.add_examples(squares, self._micro_batch, self._micro_batch, 1.0)
+            sums.add_examples(squares, self._micro_batch, self._micro_batch, factor)
         else:
-            sums.add(self.leaves.squares(), self._micro_batch, self._micro_batch, 1.0)
+            sums.add(self.leaves.squares(), self._micro_batch, self._micro_batch, factor)
             if self._is_by_example and self._examples is not None and self._num_backward == 1:
                 self._cannot_tell(self._examples.failure or "a weight has a gradient from outside of its module")
         self._of_mean = None
         if self._num_backward >= self._num_before:
             weights = self.leaves.weights
-            self._of_mean = squares_of_gradients(weights.parameters, weights.groups, len(weights.names), weights.device)
+            self._of_mean = squares_of_gradients(
+                weights.parameters, weights.groups, len(weights.names), weights.device
+            ) / (factor * factor)
+            sums.end_probe(self.leaves.probe_of_gradients())
         self._wait()
 
     def _step(self, *_: Any) -> None:
@@ -188,7 +194,7 @@ class OwnLoop:
         self._sink.note(_NO_EXAMPLES.format(reason=reason))
 
     def _look_at_examples(self, wanted: bool) -> None:
-        if wanted and self._examples is None and self.num_windows == 1:
+        if wanted and self._examples is None and self.num_windows:
             self._sink.note(_NO_EXAMPLES.format(reason=self._reason))
         wanted = wanted and self._examples is not None
         if self._examples is not None and self._is_by_example != wanted:
@@ -200,15 +206,6 @@ _NO_EXAMPLES = (
     "one micro-batch per step on one rank, and its examples cannot be told apart ({reason}): accumulate two or more "
     "micro-batches, or hand NoiseScale an Accumulator, which cuts the batch in two"
 )
-
-
-def _to(me: weakref.ref[OwnLoop], method: Callable[..., None]) -> Callable[..., None]:
-    def call(*args: Any, **kwargs: Any) -> None:
-        owner = me()
-        if owner is not None:
-            method(owner, *args, **kwargs)
-
-    return call
 
 
 def _remove(handles: list[Any]) -> None:

@@ -95,7 +95,9 @@ class BatchRamp:
         self._adjusts = adjust_learning_rate
         self._looks = 0
         self._next_look: float | None = None
-        self._at_cap = False
+        self._stays = False
+        self._batch = 0.0
+        """The largest step since the last change: the last of an epoch may be short."""
 
     @property
     def gamma(self) -> float | None:
@@ -104,6 +106,7 @@ class BatchRamp:
 
     def update(self, step: Step) -> RampDecision | None:
         """Look at the critical batch after a step, and raise the accumulation where it is time."""
+        self._batch = max(self._batch, step.units)
         window, units = self._noise.progress
         if window is None:
             return None
@@ -113,7 +116,7 @@ class BatchRamp:
             return None
         self._next_look = units + window / _LOOKS_PER_WINDOW
         critical = self._noise.critical_batch
-        if critical is None or critical.low < 2 * step.units:
+        if critical is None or critical.low < 2 * self._batch or self._has_not_grown():
             self._looks = 0
             return None
         self._looks += 1
@@ -121,14 +124,24 @@ class BatchRamp:
             return None
         before = self._check_accumulation()
         if 2 * before > self.max_accumulation:
-            if not self._at_cap:
-                _log.info("batch ramp: the critical batch is %s, but accumulation %d is at its cap", critical, before)
-            self._at_cap = True
+            self._stay(f"the critical batch is {critical}, but accumulation {before} is at its cap")
             return None
         return self._raise(step, before, critical)
 
+    def _has_not_grown(self) -> bool:
+        """Whether the last doubling made no larger steps: an epoch ends before a window is full."""
+        if not self.decisions or self._batch >= 1.75 * self.decisions[-1].batch_before:
+            return False
+        self._stay(f"steps stay at {figure(self._batch)} units: an epoch has no more micro-batches for one window")
+        return True
+
+    def _stay(self, reason: str) -> None:
+        if not self._stays:
+            _log.info("batch ramp: %s", reason)
+        self._stays = True
+
     def _raise(self, step: Step, before: int, critical: CriticalBatch) -> RampDecision:
-        batch, unit = step.units, critical.unit
+        batch, unit = self._batch, critical.unit
         factor = self._learning_rate_factor(batch, critical)
         for group in self._groups():
             for rate in _RATES:
@@ -137,6 +150,8 @@ class BatchRamp:
         for scheduler in _flat(self._accumulator.schedulers):
             if hasattr(scheduler, "base_lrs"):
                 scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+            if hasattr(scheduler, "max_lrs"):
+                scheduler.max_lrs = [rate * factor for rate in scheduler.max_lrs]
         self._accumulator.accumulation = 2 * before
         known = self.gamma
         decision = RampDecision(
@@ -148,15 +163,15 @@ class BatchRamp:
             learning_rate_factor=factor,
             critical_batch=critical,
             reason=(
-                f"the critical batch is at least {figure(critical.low)} {unit}, twice the {figure(batch)} in use, at "
-                f"{_LOOKS} looks in a row; gamma so far {'not known' if known is None else f'{known:.2f}'}"
+                f"the critical batch is at least {figure(critical.low)} {unit}, twice the {figure(batch)} in use or "
+                f"more, at {_LOOKS} looks in a row; gamma so far {'not known' if known is None else f'{known:.2f}'}"
             ),
         )
         self.decisions.append(decision)
         _log.info("batch ramp: step %d, accumulation %d -> %d: %s", step.number, before, 2 * before, decision.reason)
         # From here on gradients are of another schedule: what they say must be seen anew before the next change.
         self._noise.restart()
-        self._looks = 0
+        self._looks, self._batch = 0, 0.0
         return decision
 
     def _learning_rate_factor(self, batch: float, critical: CriticalBatch) -> float:
@@ -202,10 +217,13 @@ class BatchRamp:
 
 
 def gamma_of(history: Sequence[HistoryPoint]) -> float | None:
-    """Return gamma over the resolved points of a run; None for fewer than two."""
-    values = [point.critical_batch.value for point in history if point.critical_batch.resolved]
-    usable = [value for value in values if value > 0]
-    return gamma(usable) if len(usable) > 1 else None
+    """Return gamma over the resolved points of a run; None for fewer than two.
+
+    Points are as many units apart; in steps of Smin a batch B makes 1/(B + b) of progress with each of them.
+    """
+    points = [point for point in history if point.critical_batch.resolved and point.critical_batch.value > 0]
+    values = [point.critical_batch.value for point in points]
+    return gamma(values, [1 / (p.batch + p.critical_batch.value) for p in points]) if len(points) > 1 else None
 
 
 def _flat(schedulers: Sequence[Any]) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ def estimate(gradients: Any, micro_batch: float | Sequence[float] = 1) -> float 
     signal is zero, or is not told from zero by these micro-batches, it is infinite. One step says little:
     `NoiseScale` averages over many, and has an interval.
     """
-    if gradients is None or len(gradients) == 0:
+    rows = [] if gradients is None else [_flat(gradient) for gradient in gradients]
+    if not rows:
         return None
-    rows = [_flat(gradient) for gradient in gradients]
     if len({row.numel() for row in rows}) > 1:
         raise InvalidInputError(
             f"the gradients are of different sizes: {sorted({row.numel() for row in rows})} numbers.",
@@ -58,20 +59,21 @@ def estimate(gradients: Any, micro_batch: float | Sequence[float] = 1) -> float 
 
 def _flat(gradient: Any) -> torch.Tensor:
     if isinstance(gradient, torch.Tensor):
-        return gradient.detach().reshape(-1)
+        dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        return (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1)
     parts = list(gradient.values()) if isinstance(gradient, Mapping) else gradient
     if not isinstance(parts, Sequence) or not parts or not all(isinstance(part, torch.Tensor) for part in parts):
         raise InvalidInputError(
             f"a gradient is a tensor, or a list or dict of tensors; received {shortened(gradient)}."
         )
-    return torch.cat([part.detach().reshape(-1) for part in parts])
+    return torch.cat([_flat(part) for part in parts])
 
 
 def _sizes(micro_batch: Any, number: int) -> list[float]:
-    sizes = list(micro_batch) if isinstance(micro_batch, Sequence) else [micro_batch] * number
+    sizes = [micro_batch] * number if isinstance(micro_batch, Real) else list(micro_batch)
     if len(sizes) != number:
         raise InvalidInputError(f"{number} gradients, but {len(sizes)} sizes of micro-batches.")
     for size in sizes:
-        if not isinstance(size, int | float) or not math.isfinite(size) or size < 0:
+        if isinstance(size, bool) or not isinstance(size, Real) or not 0 <= float(size) < math.inf:
             raise InvalidInputError(f"a micro-batch holds 0 samples or more; received {shortened(size)}.")
     return [float(size) for size in sizes]

@@ -48,6 +48,8 @@ class HistoryPoint:
     units: float
     """Units that training had used, in all steps that were looked at."""
     critical_batch: CriticalBatch
+    batch: float = 0.0
+    """Units of a step, on average over the same window."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the point as plain data."""
@@ -86,7 +88,7 @@ class Track:
         if self.total_units >= self._next_point:
             found = self.critical_batch()
             assert found is not None
-            self.history.append(HistoryPoint(step, self.total_units, found))
+            self.history.append(HistoryPoint(step, self.total_units, found, self._units_kept / len(self._kept)))
             self._next_point = self.total_units + self.window / POINTS_PER_WINDOW
 
     def average_over(self, window: float) -> None:

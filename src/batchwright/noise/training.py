@@ -44,20 +44,20 @@ class Trained:
     rank: int
     ranks: int
 
-    def batches(self, micro_batch: int) -> Iterator[Any]:
-        """Yield micro-batches of this rank without end."""
+    def batches(self, micro_batch: int, accumulation: int) -> Iterator[Any]:
+        """Yield micro-batches of this rank without end; no step has samples of two epochs, or one twice."""
         if self.workload.data is None:
             return (make_batch(self.workload, micro_batch, self.shape, self.device) for _ in itertools.count())
-        return self._epochs(micro_batch)
-
-    def _epochs(self, micro_batch: int) -> Iterator[Any]:
-        data = self.workload.data
-        if len(data) < micro_batch * self.ranks:
+        samples, number = micro_batch * accumulation * self.ranks, len(self.workload.data)
+        if number < samples:
             raise InvalidInputError(
-                f"asked for {counted(micro_batch, 'sample')} on {counted(self.ranks, 'rank')}, but data= holds "
-                f"{counted(len(data), 'sample')}.",
-                remedy=f"a micro-batch of at most {len(data) // self.ranks}" if len(data) else "a dataset",
+                f"a step of {counted(samples, 'sample')} was asked for, but data= holds {counted(number, 'sample')}.",
+                remedy=f"--effective-batch {max(number // 2, 1)} or less" if number else "a dataset that is not empty",
             )
+        return self._epochs(micro_batch, accumulation)
+
+    def _epochs(self, micro_batch: int, accumulation: int) -> Iterator[Any]:
+        data = self.workload.data
         sampler: Any = DistributedSampler(
             data, num_replicas=self.ranks, rank=self.rank, shuffle=True, seed=self.seed, drop_last=True
         )
@@ -66,7 +66,7 @@ class Trained:
         )
         for epoch in itertools.count():
             sampler.set_epoch(epoch)
-            for batch in loader:
+            for batch in itertools.islice(loader, len(loader) // accumulation * accumulation):
                 yield move_batch(batch, self.device)
 
 

@@ -147,8 +147,9 @@ def judge(
             f"a doubling saves {saves.percent} of the steps for {costs.percent} more samples",
             devices_pay,
             *(f"for a {name} batch: {change}" for name, change in (("doubled", doubled), ("halved", halved)) if change),
-            "the noise scale stands in for the critical batch: equal if the loss curves alike in all directions "
-            "(McCandlish et al. 2018); short runs at B, 2B and 4B are the arbiter",
+            "the noise scale stands in for the critical batch: equal for plain SGD if the loss curves alike in all "
+            "directions (McCandlish et al. 2018); under momentum and Adam larger batches pay for longer. "
+            "bw.measure_critical_batch tells by how much",
         ),
         if_doubled=doubled,
         if_halved=halved,

@@ -13,7 +13,7 @@ import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from batchwright.accumulate.checks import as_list
+from batchwright.accumulate.checks import as_list, batch_norms
 from batchwright.noise.example_norms import ExampleNorms, UnknownModuleError
 from batchwright.noise.gradient_squares import squares_of_gradients
 from batchwright.noise.leaves import LeafSquares, Weights
@@ -55,7 +55,7 @@ class WatchedWindows:
         """Take every hook away."""
         accumulator = self._accumulator()
         if accumulator is not None:
-            accumulator.watch(None)
+            accumulator.unwatch(self)
         self._look_at_examples(False)
         self.leaves.let_go()
 
@@ -80,7 +80,8 @@ class WatchedWindows:
         if self._num_ranks > 1 or (self.num_windows + self._has_told) % self._every:
             return 1
         self._try_examples()
-        return 2 if self._cannot_tell_examples else 1
+        # Statistics of half a batch would be others.
+        return 2 if self._cannot_tell_examples and not batch_norms(self._model) else 1
 
     @contextmanager
     def around(self, shares: Sequence[float], counts: Totals) -> Iterator[None]:
@@ -155,8 +156,13 @@ class WatchedWindows:
         self._look_at_examples(False)
         self._examples, self._cannot_tell_examples = None, reason
         self._sink.note(
-            f"one micro-batch per step, and its examples cannot be told apart ({reason}): a batch that comes through "
-            "micro_batches() is cut in two instead"
+            f"one micro-batch per step, and its examples cannot be told apart ({reason}): "
+            + (
+                "no measurement without accumulation"
+                if batch_norms(self._model)
+                else "a batch that comes through micro_batches() is cut in two instead, each half weighed by its "
+                "samples or by weight=, which is exact where the loss is a mean over those"
+            )
         )
 
     def _look_at_examples(self, wanted: bool) -> None:

@@ -32,8 +32,28 @@ REASONS = (
     "a gradient that is infinite or not a number",
     "the window was shorter than the one before",
     "the gradients were thrown away without a step",
+    "what the backward passes added is not what the loop steps with: gradients of before were not zeroed, or something "
+    "else was computed or thrown away in between",
+    "ranks had different numbers of micro-batches: how the loop weighs them is not known",
 )
-MIXED_SHARES, IN_PIECES, SCALE_CHANGED, UNPAIRED, OTHER_SIZES, SINGLE, NOT_FINITE, UNEXPECTED, DROPPED = range(1, 10)
+(
+    MIXED_SHARES,
+    IN_PIECES,
+    SCALE_CHANGED,
+    UNPAIRED,
+    OTHER_SIZES,
+    SINGLE,
+    NOT_FINITE,
+    UNEXPECTED,
+    DROPPED,
+    DOES_NOT_ADD_UP,
+    UNEVEN_RANKS,
+) = range(1, len(REASONS))
+# Numbers that a rank tells besides the squares of its groups.
+_NUM_OTHERS = 8
+# Gradients in 16 bits are rounded with every micro-batch that is added.
+PROBE_TOLERANCES = {4: 1e-3, 8: 1e-6}
+ROUGH = 5e-2
 
 
 class Sink(Protocol):
@@ -63,6 +83,9 @@ class WindowSums:
         self.units = self.samples = 0.0
         self.parts = 0
         self.reason = 0
+        self._probe: Any = 0.0
+        self._probe_size: Any = 0.0
+        self._probe_in_the_end: Any = 0.0
 
     def add(self, squares: torch.Tensor, units: float, samples: float, factor: Any) -> None:
         """Add a part of so many units, whose gradient came multiplied by `factor` (a number, or on the device)."""
@@ -95,6 +118,15 @@ class WindowSums:
         else:
             self._scale_changes = self._scale_changes + (scale != self._scale).float()
 
+    def add_probe(self, probe: Any) -> None:
+        """Add a combination of what a micro-batch brought."""
+        self._probe = self._probe + probe
+        self._probe_size = self._probe_size + abs(probe)
+
+    def end_probe(self, probe: Any) -> None:
+        """Note the same combination of the gradient in the end."""
+        self._probe_in_the_end = probe
+
     def numbers(self, squares_of_mean: torch.Tensor) -> list[Any]:
         """Return what to tell: the same number of numbers on every rank."""
         weighted = [0.0] * self._num_groups if self._weighted is None else list(self._weighted.unbind())
@@ -106,6 +138,9 @@ class WindowSums:
             float(self.parts),
             float(self.reason),
             self._scale_changes,
+            self._probe,
+            self._probe_in_the_end,
+            self._probe_size,
         ]
 
 
@@ -129,24 +164,38 @@ class Told:
         factor: float = 1.0,
         is_sharded: bool = False,
         population: int | None = None,
+        probe_tolerance: float = ROUGH,
+        is_own_loop: bool = False,
     ) -> Told:
-        """Read the rows of all ranks; the mean gradient is still to be multiplied by `factor`."""
+        """Read the rows of all ranks; the mean gradient is still to be multiplied by `factor`.
+
+        `population` is counted in samples. In a loop of a user's own all ranks must have as many parts.
+        """
         table = [_floats(row) for row in rows]
-        units, samples, parts, _, changes = (sum(column) for column in list(zip(*table, strict=True))[-5:])
-        reason = int(max(row[-2] for row in table)) or (SCALE_CHANGED if changes else 0)
-        reason = reason or (SINGLE if parts < 2 else 0)
+        columns = list(zip(*table, strict=True))[-_NUM_OTHERS:]
+        units, samples, parts, _, changes, added, _, size = (sum(column) for column in columns)
+        # Every rank ends with the mean over ranks of what all of them added.
+        is_off = abs(added / len(table) - columns[6][0]) > probe_tolerance * (size / len(table) + abs(columns[6][0]))
+        is_uneven = is_own_loop and len(set(columns[2])) > 1
+        reason = int(max(columns[3])) or (SCALE_CHANGED if changes else 0)
+        reason = reason or (UNEVEN_RANKS if is_uneven else SINGLE if parts < 2 else 0)
+        in_units = population * units / samples if population is not None and samples else None
         observations = []
         for group in range(num_groups):
             weighted = sum(row[group] for row in table)
             # Where every rank holds whole gradients they are alike; shards add up.
             of_mean = [row[num_groups + group] for row in table]
             mean = (sum(of_mean) if is_sharded else of_mean[0]) * factor * factor
-            seen = Squares(weighted, units, round(parts)).observe(mean, population=population)
+            seen = Squares(weighted, units, round(parts)).observe(mean, population=in_units)
             if seen is not None:
                 observations.append(seen)
         if not all(seen.is_finite for seen in observations):
             reason = reason or NOT_FINITE
-        each = tuple(sum(row[:num_groups]) / row[-5] for row in table if row[-5])
+        # The parts of a mean cannot be shorter than the mean itself (Cauchy and Schwarz).
+        of_parts = sum(sum(row[:num_groups]) for row in table)
+        if is_off or sum(seen.trace for seen in observations) * (parts - 1) < -1e-3 * of_parts:
+            reason = reason or DOES_NOT_ADD_UP
+        each = tuple(sum(row[:num_groups]) / row[-_NUM_OTHERS] for row in table if row[-_NUM_OTHERS])
         return Told(() if reason else tuple(observations), units, samples, reason, each)
 
 

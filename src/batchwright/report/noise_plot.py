@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from batchwright.errors import InvalidInputError, import_extra
 
 if TYPE_CHECKING:
-    from batchwright.noise.noise_run import NoiseRun
+    from batchwright.noise.noise_run_result import NoiseRun
 
 ENDINGS = (".png", ".svg", ".pdf")
 

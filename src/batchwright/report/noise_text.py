@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from batchwright.noise.critical_batch import CriticalBatch
-    from batchwright.noise.noise_run import NoiseRun
+    from batchwright.noise.noise_run_result import NoiseRun
 
 
 def summarize_noise(run: NoiseRun) -> str:
     """Say the answer in one line."""
-    found = f"{run.name}: critical batch {run.critical_batch}"
-    return f"{found}; the batch in use, {run.effective_batch:,} samples, is {_beside(run.verdict.position)}"
+    found, batch, unit = f"critical batch {run.critical_batch}", run.verdict.effective_batch, run.verdict.critical.unit
+    return f"{run.name}: {found}; the batch in use, {figure(batch)} {unit}, is {_beside(run.verdict.position)}"
 
 
 def _beside(position: str) -> str:

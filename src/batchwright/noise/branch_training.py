@@ -1,0 +1,126 @@
+"""Short trainings that begin alike: one seed, the same held-out samples, any batch and learning rate.
+
+Promises:
+- every branch of a seed begins at the same weights and is judged on the same samples;
+- a branch whose loss is no longer a number ends there, and has not reached anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Subset, default_collate
+
+from batchwright.accumulate.accumulator import Accumulator
+from batchwright.device.batches import make_batch, move_batch
+from batchwright.device.step import evaluating
+from batchwright.device.step_checks import checked_loss
+from batchwright.errors import InvalidInputError
+from batchwright.noise.noise_scale import NoiseScale
+from batchwright.noise.training import Trained, split_of, training
+from batchwright.units import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from batchwright.noise.critical_batch import CriticalBatch
+    from batchwright.workload import Workload
+
+    Curve = list[tuple[int, float]]
+    """Steps, and the held-out loss after them."""
+
+# How often a branch is judged on its way.
+_LOOKS = 40
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One branch: its batch, how long, at what learning rate, and where it may stop."""
+
+    batch: int
+    steps: int
+    """After which looks are a fortieth apart."""
+    most: int
+    factor: float = 1.0
+    """Of the workload's own learning rate."""
+    rate: float | None = None
+    """Instead of that."""
+    target: float | None = None
+    watches_noise: bool = False
+
+
+class SeedBranches:
+    """The branches of one seed."""
+
+    def __init__(
+        self, workload: Workload, device: torch.device, shape: Mapping[str, Any], seed: int, held_out: int, warm_up: int
+    ) -> None:
+        self.seed = seed
+        self.optimizer = ""
+        self.noise_scale: CriticalBatch | None = None
+        self._workload, self._device, self._shape = workload, device, shape
+        self._warm_up, self._num_held_out = warm_up, held_out
+        self._held_out: Any = None
+        self._loss: Any = workload.loss
+        if workload.data is not None:
+            size = min(held_out, len(workload.data) // 5)
+            if size < 1:
+                number = counted(len(workload.data), "sample")
+                raise InvalidInputError(f"data= holds {number}: too few to hold some out.")
+            order = torch.randperm(len(workload.data), generator=torch.Generator().manual_seed(0)).tolist()
+            self._held_out = Subset(workload.data, order[:size])
+            self._workload = replace(workload, data=Subset(workload.data, order[size:]))
+
+    def train(self, ask: Ask, *, first_batch: int) -> Curve:
+        """Train a branch, and return the held-out loss at every look; `first_batch` is that of the warm-up."""
+        with training(self._workload, device=self._device, shape=self._shape, seed=self.seed) as trained:
+            self.optimizer = type(trained.optimizers[0]).__name__
+            judged = self._held_out_batch()
+            for _ in self._stepped(trained, first_batch, self._warm_up):
+                pass
+            for optimizer in trained.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = ask.rate if ask.rate is not None else group["lr"] * ask.factor
+            curve = [(0, self._judge(trained, judged))]
+            every = max(ask.steps // _LOOKS, 1)
+            for number in self._stepped(trained, ask.batch, ask.most, watch_until=ask.steps * ask.watches_noise):
+                if number % every and number != ask.most:
+                    continue
+                curve.append((number, self._judge(trained, judged)))
+                if not math.isfinite(curve[-1][1]) or (ask.target is not None and curve[-1][1] <= ask.target):
+                    break
+            return curve
+
+    def _stepped(self, trained: Trained, batch: int, steps: int, *, watch_until: int = 0) -> Iterator[int]:
+        """Train so many steps, and yield the number of each; end where the loss is no number."""
+        size, accumulation = split_of(batch, None, trained.ranks)
+        accumulator = Accumulator(trained.model, list(trained.optimizers), accumulation)
+        population = None if self._workload.data is None else len(self._workload.data)
+        noise = NoiseScale(accumulator, window=math.inf, population=population) if watch_until else None
+        loader = itertools.islice(trained.batches(size, accumulation), steps * accumulation)
+        for micro in accumulator.micro_batches(loader, weight=self._workload.units):
+            loss = checked_loss(self._loss(trained.model, micro))
+            if not bool(torch.isfinite(loss.detach()).all()):
+                return
+            step = accumulator.backward(loss)
+            if step is None:
+                continue
+            if noise is not None and step.number == watch_until:
+                self.noise_scale = noise.critical_batch
+                noise.close()
+            yield step.number
+
+    def _held_out_batch(self) -> Any:
+        if self._held_out is None:
+            return make_batch(self._workload, self._num_held_out, self._shape, self._device)
+        samples = [self._held_out[index] for index in range(len(self._held_out))]
+        return move_batch((self._workload.collate or default_collate)(samples), self._device)
+
+    def _judge(self, trained: Trained, batch: Any) -> float:
+        with torch.no_grad(), evaluating(trained.model):
+            loss = float(self._loss(trained.model, batch))
+        return loss if math.isfinite(loss) else math.inf
