@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.noise.gradient_squares import add_by_group, square
+from batchwright.noise.gradient_squares import add_squares, row_norms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import nn
 
-_NUM_PROBES = 3
+_NUM_PROBES = 2
 
 
 @dataclass
@@ -71,7 +71,8 @@ class _Seen:
     """What the hooks write to; they must not keep their owner alive."""
 
     is_on: bool = False
-    squares: dict[int, torch.Tensor] = field(default_factory=dict)
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    fired: set[int] = field(default_factory=set)
     examples: dict[int, torch.Tensor] = field(default_factory=dict)
     num_pieces: int = 0
     probes: list[torch.Tensor] = field(default_factory=list)
@@ -82,10 +83,10 @@ class _Seen:
 class LeafSquares:
     """The squared norm of what a backward pass adds to each weight."""
 
-    def __init__(self, model: nn.Module, weights: Weights) -> None:
+    def __init__(self, model: nn.Module, weights: Weights, *, has_probes: bool = False) -> None:
         self.weights = weights
         self._seen = _Seen()
-        self._signs = {} if _sharded(model) else _signs(weights.parameters)
+        self._signs = _signs(weights.parameters) if has_probes and not _sharded(model) else {}
         handles = [
             leaf.register_hook(_hook(self._seen, index, weights.parameters[index], self._signs.get(index)))
             for index, leaf in enumerate(_leaves(model, weights.parameters))
@@ -99,7 +100,8 @@ class LeafSquares:
         of_examples: Callable[[nn.Parameter, torch.Tensor], torch.Tensor | None] | None = None,
     ) -> None:
         """Look at the next backward pass; `on_first` is called within it, `of_examples` for every weight."""
-        self._seen.squares.clear()
+        self._seen.norms.clear()
+        self._seen.fired.clear()
         self._seen.examples.clear()
         self._seen.probes.clear()
         self._seen.num_pieces = 0
@@ -114,17 +116,22 @@ class LeafSquares:
     @property
     def came_in_pieces(self) -> bool:
         """Whether some weight got its gradient in more than one piece."""
-        return self._seen.num_pieces > len(self._seen.squares)
+        return self._seen.num_pieces > len(self._seen.fired)
 
     def squares(self) -> torch.Tensor:
-        """The squares of the pass, by group."""
-        return self._by_group(self._seen.squares)
+        """The squares of the pass, by group; not taken where examples were told apart."""
+        weights, found = self.weights, self._seen.norms
+        groups = [weights.groups[index] for index in found]
+        return add_squares(list(found.values()), groups, len(weights.names), weights.device)
 
     def squares_of_examples(self) -> torch.Tensor | None:
         """The squares of each example, by group: groups x examples; None where some weight has none."""
-        if self._seen.examples.keys() != self._seen.squares.keys() or not self._seen.examples:
+        weights, found = self.weights, self._seen.examples
+        if found.keys() != self._seen.fired or not found:
             return None
-        return self._by_group(self._seen.examples)
+        stacked = torch.stack([each.to(weights.device) for each in found.values()])
+        index = torch.tensor([weights.groups[index] for index in found], device=weights.device)
+        return stacked.new_zeros(len(weights.names), stacked.shape[1]).index_add_(0, index, stacked)
 
     def probe(self) -> torch.Tensor | float:
         """A few random combinations of what the pass added: they must add up to those of the gradient in the end."""
@@ -133,13 +140,8 @@ class LeafSquares:
     def probe_of_gradients(self) -> torch.Tensor | float:
         """The same of the gradients that are there now."""
         gradients = [(self.weights.parameters[index].grad, signs) for index, signs in self._signs.items()]
-        found = [(gradient.float() * signs).sum() for gradient, signs in gradients if gradient is not None]
+        found = [_probe(gradient, signs) for gradient, signs in gradients if gradient is not None]
         return _total(found, self.weights.device)
-
-    def _by_group(self, found: dict[int, torch.Tensor]) -> torch.Tensor:
-        weights = self.weights
-        groups = [weights.groups[index] for index in found]
-        return add_by_group(list(found.values()), groups, len(weights.names), weights.device)
 
 
 def _hook(
@@ -152,13 +154,15 @@ def _hook(
             first, seen.on_first = seen.on_first, None
             first()
         seen.num_pieces += 1
-        seen.squares[index] = square(gradient.detach())
+        seen.fired.add(index)
         if signs is not None and not gradient.is_sparse:
-            seen.probes.append((gradient.detach().float() * signs).sum())
-        if seen.of_examples is not None:
-            examples = seen.of_examples(parameter, gradient.detach())
-            if examples is not None:
-                seen.examples[index] = examples
+            seen.probes.append(_probe(gradient.detach(), signs))
+        if seen.of_examples is None:
+            seen.norms[index] = row_norms(gradient.detach())
+            return
+        examples = seen.of_examples(parameter, gradient.detach())
+        if examples is not None:
+            seen.examples[index] = examples
 
     return see
 
@@ -188,8 +192,12 @@ def _signs(parameters: Sequence[nn.Parameter]) -> dict[int, torch.Tensor]:
     """Random signs for the few smallest weights: to look at those costs nothing."""
     smallest = sorted(range(len(parameters)), key=lambda index: parameters[index].numel())[:_NUM_PROBES]
     generator = torch.Generator().manual_seed(0)
-    draw = {i: torch.randint(0, 2, parameters[i].shape, generator=generator) * 2.0 - 1.0 for i in smallest}
-    return {index: signs.to(parameters[index].device) for index, signs in draw.items()}
+    draw = {i: torch.randint(0, 2, (parameters[i].numel(),), generator=generator) * 2.0 - 1.0 for i in smallest}
+    return {index: signs.to(parameters[index].device, torch.float64) for index, signs in draw.items()}
+
+
+def _probe(gradient: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    return torch.dot(gradient.reshape(-1).to(signs.dtype), signs)
 
 
 def _total(values: list[torch.Tensor], device: torch.device) -> torch.Tensor | float:

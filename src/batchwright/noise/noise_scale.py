@@ -106,6 +106,7 @@ class NoiseScale:
         self._alike = RanksAlike()
         self._track = Track(window=window, unit=unit or "samples", names=names, every=every)
         self._has_unit = unit is not None
+        self._track.population = self._population
         others = self._source.leaves.weights.num_others
         if others:
             self.notes.append(f"{counted(others, 'weight')} get gradients but are in no optimizer, and are left out")

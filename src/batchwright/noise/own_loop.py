@@ -20,7 +20,7 @@ from batchwright.noise.example_norms import ExampleNorms, UnknownModuleError
 from batchwright.noise.gradient_squares import squares_of_gradients
 from batchwright.noise.leaves import LeafSquares, Weights
 from batchwright.noise.weak_hook import WeakHook
-from batchwright.noise.window_sums import DROPPED, IN_PIECES, OTHER_SIZES, UNEXPECTED, UNPAIRED, WindowSums
+from batchwright.noise.window_sums import DROPPED, IN_PIECES, OTHER_SIZES, SINGLE, UNEXPECTED, UNPAIRED, WindowSums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +49,7 @@ class OwnLoop:
         self._sink: Sink = weakref.proxy(sink)
         self._reason = ""
         self._spread = how_spread(model)
-        self.leaves = LeafSquares(model, Weights.of(model, optimizers))
+        self.leaves = LeafSquares(model, Weights.of(model, optimizers), has_probes=True)
         self._on_first = WeakHook(self._backward_begins)
         self.num_windows = 0
         # The mean gradient is read from the backward on that was the last of the window before: most loops are even.
@@ -92,7 +92,7 @@ class OwnLoop:
             weights = Weights.of(self._model, self._optimizers)
             if not weights.is_same_as(self.leaves.weights):
                 self.leaves.let_go()
-                self.leaves = LeafSquares(self._model, weights)
+                self.leaves = LeafSquares(self._model, weights, has_probes=True)
                 self._examples = self._known_examples()
                 self._sink.weights_changed(weights)
             self._sums = WindowSums(len(weights.names))
@@ -136,10 +136,11 @@ class OwnLoop:
         squares = self.leaves.squares_of_examples() if self._is_by_example else None
         if squares is not None:
             sums.add_examples(squares, self._micro_batch, self._micro_batch, factor)
+        elif self._is_by_example and self._examples is not None:
+            sums.reason = sums.reason or SINGLE
+            self._cannot_tell(self._examples.failure or "a weight has a gradient from outside of its module")
         else:
             sums.add(self.leaves.squares(), self._micro_batch, self._micro_batch, factor)
-            if self._is_by_example and self._examples is not None and self._num_backward == 1:
-                self._cannot_tell(self._examples.failure or "a weight has a gradient from outside of its module")
         self._of_mean = None
         if self._num_backward >= self._num_before:
             weights = self.leaves.weights
@@ -191,7 +192,9 @@ class OwnLoop:
     def _cannot_tell(self, reason: str) -> None:
         self._look_at_examples(False)
         self._examples, self._reason = None, reason
-        self._sink.note(_NO_EXAMPLES.format(reason=reason))
+        # In the first window nothing tells yet that there will not be a second backward, which needs no examples.
+        if self.num_windows:
+            self._sink.note(_NO_EXAMPLES.format(reason=reason))
 
     def _look_at_examples(self, wanted: bool) -> None:
         if wanted and self._examples is None and self.num_windows:

@@ -19,7 +19,7 @@ from batchwright.units import shortened
 def estimate(gradients: Any, micro_batch: float | Sequence[float] = 1) -> float | None:
     """Return T/|G|^2 from the gradients of the micro-batches of one step, each the mean over its samples.
 
-    >>> estimate([torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0])], micro_batch=8)
+    >>> round(estimate([torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0])], micro_batch=8), 6)
     4.0
     >>> estimate([torch.zeros(2), torch.zeros(2)]), estimate([])
     (inf, None)
@@ -38,7 +38,7 @@ def estimate(gradients: Any, micro_batch: float | Sequence[float] = 1) -> float 
             remedy="the gradients of the same weights, one for each micro-batch",
         )
     sizes = _sizes(micro_batch, len(rows))
-    squares = [float(square(row)) for row in rows]
+    squares = [float(square(row.double())) for row in rows]
     usable = [index for index, value in enumerate(squares) if math.isfinite(value) and sizes[index] > 0]
     if len(usable) < len(rows):
         warnings.warn(

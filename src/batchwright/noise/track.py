@@ -63,6 +63,8 @@ class Track:
         self.window = window
         self.every = every
         """Steps from one observation to the next."""
+        self.population: int | None = None
+        """Samples of a set that is drawn from by epochs."""
         self.unit = unit
         self.names = list(names)
         self.total_units = 0.0
@@ -113,10 +115,16 @@ class Track:
         trace, signal = (float(np.average(values, weights=units)) for values in (traces, signals))
         interval = fieller(traces, signals, units) or Interval(ratio(trace, signal), 0.0, math.inf)
         samples = sum(seen.samples for seen in self._kept)
+        high = interval.high
+        # Within an epoch weights move towards the samples that are done, so that the others' gradient is larger than
+        # the correction for drawing without replacement supposes. Measured: nothing below the size of the set, 20 to
+        # 30 % too low above twice of it.
+        if self.population is not None and high * samples > self.population / 2 * self._units_kept:
+            high = math.inf
         return CriticalBatch(
             value=interval.value,
             low=interval.low,
-            high=interval.high,
+            high=high,
             unit=self.unit,
             observations=len(self._kept),
             steps_needed=None if interval.further_steps is None else interval.further_steps * self.every,

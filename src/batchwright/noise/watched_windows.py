@@ -17,7 +17,7 @@ from batchwright.accumulate.checks import as_list, batch_norms
 from batchwright.noise.example_norms import ExampleNorms, UnknownModuleError
 from batchwright.noise.gradient_squares import squares_of_gradients
 from batchwright.noise.leaves import LeafSquares, Weights
-from batchwright.noise.window_sums import IN_PIECES, MIXED_SHARES, WindowSums
+from batchwright.noise.window_sums import IN_PIECES, MIXED_SHARES, SINGLE, WindowSums
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -109,10 +109,11 @@ class WatchedWindows:
         squares = self.leaves.squares_of_examples() if by_example else None
         if squares is not None:
             sums.add_examples(squares, counts.units, counts.samples or squares.shape[-1], factor)
+        elif by_example:
+            sums.reason = sums.reason or SINGLE
+            self._cannot_tell(by_example.failure or "a weight has a gradient from outside of its module")
         else:
             sums.add(self.leaves.squares(), counts.units, counts.samples, factor)
-            if by_example:
-                self._cannot_tell(by_example.failure or "a weight has a gradient from outside of its module")
 
     def tell(self) -> Sequence[Any]:
         """Return the sums of the window, and the squares of its gradient."""
