@@ -7,6 +7,7 @@ SLOW = (
     "tests/cli/test_fit.py::TestProbesForReal::test_a_bug_at_a_later_shape_tells_what_was_found_before_it",
     "tests/cli/test_fit.py::TestProbesForReal::test_a_limit_of_the_shell_is_the_budget_of_the_probes_and_is_said",
     "tests/cli/test_fit.py::TestProbesForReal::test_json_is_all_of_stdout_and_a_job_runs_for_each_shape",
+    "tests/cli/test_noise.py::test_ranks_of_torchrun_give_one_answer",
     "tests/device/test_byte_counter.py::test_counted_peak_equals_the_profilers[make_transformer-16]",
     "tests/device/test_host.py::TestVerdicts::test_the_limit_is_exact[make_transformer]",
     "tests/fitting/test_find_batch_size.py::test_a_real_model_accumulates_within_a_real_budget",

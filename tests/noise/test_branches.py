@@ -61,8 +61,8 @@ def test_steps_are_read_off_the_best_loss_so_far() -> None:
 
 
 def test_short_trainings_give_a_curve_beside_the_noise_scale() -> None:
-    found = bw.measure_critical_batch(workload(), batches=(4, 16, 64), steps=40, seeds=2, warm_up=2)
-    assert [branch.batch for branch in found.branches] == [4, 16, 64]
+    found = bw.measure_critical_batch(workload(), batches=(4, 32), steps=20, seeds=1, warm_up=2)
+    assert [branch.batch for branch in found.branches] == [4, 32]
     means = [branch.mean_steps for branch in found.branches]
     assert all(mean is not None for mean in means)
     assert means == sorted(means, reverse=True)  # type: ignore[type-var]
@@ -98,7 +98,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
 
 def test_a_branch_that_diverges_is_left_out_and_named() -> None:
     found = bw.measure_critical_batch(
-        workload(), batches=(4, 8, 16), steps=12, seeds=2, learning_rates={16: 1e6}, evaluate_samples=20
+        workload(), batches=(4, 8, 16), steps=8, seeds=1, learning_rates={16: 1e6}, evaluate_samples=20
     )
     assert found.branches[-1].mean_steps is None
     assert "batch 16 did not reach" in found.notes[0]
@@ -110,7 +110,7 @@ def test_the_rate_is_tuned_so_that_the_noise_scale_does_not_decide_the_answer() 
     def tiny_rate(parameters: Any) -> Any:
         return torch.optim.SGD(parameters, lr=1e-4)
 
-    found = bw.measure_critical_batch(workload(optimizer=tiny_rate), batches=(4, 16), steps=20, seeds=1)
+    found = bw.measure_critical_batch(workload(optimizer=tiny_rate), batches=(4, 16), steps=10, seeds=1)
     assert found.branches[0].learning_rate_factor >= 16
 
 

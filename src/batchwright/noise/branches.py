@@ -59,9 +59,9 @@ def measure_critical_batch(
     ...     loss=lambda model, batch: (model(batch) - batch.sum(1, keepdim=True)).pow(2).mean(),
     ...     optimizer=lambda params: torch.optim.SGD(params, lr=0.02),
     ... )
-    >>> found = measure_critical_batch(workload, batches=(2, 8, 32), steps=40, seeds=2)
+    >>> found = measure_critical_batch(workload, batches=(2, 8), steps=10, seeds=1)
     >>> [branch.batch for branch in found.branches], found.noise_scale.unit
-    ([2, 8, 32], 'samples')
+    ([2, 8], 'samples')
 
     `warm_up` steps at the smallest batch come before, so that branches begin in the middle of training.
     `learning_rates` names the rate of a batch, which is then not tuned. `seeds` are repeats; from 5 on there is an
