@@ -27,6 +27,7 @@ SLOW = (
     "tests/memory/test_kernels.py::TestRecurrentLayers::test_peak_is_the_real_one[LSTM-two layers]",
     "tests/planning/test_dialects.py::test_the_pytorch_loop_under_torchrun_equals_one_big_step[2-nearest]",
     "tests/planning/test_dialects.py::test_the_pytorch_loop_under_torchrun_equals_one_big_step[4-exact]",
+    "tests/sampler/test_from_fit.py::test_a_real_fit_gives_a_sampler_whose_costliest_batch_ran",
     "tests/test_readme.py::test_block_runs_as_printed[estimate.md:126]",
     "tests/test_readme.py::test_block_runs_as_printed[estimate.md:143]",
     "tests/test_readme.py::test_block_runs_as_printed[estimate.md:163]",
