@@ -96,6 +96,9 @@ class BatchRamp:
         self._looks = 0
         self._next_look: float | None = None
         self._stays = False
+        # Said beforehand: near 1 there is little to gain, however the batch is raised.
+        known = self.gamma
+        _log.info("batch ramp: gamma %s", "is not known yet" if known is None else f"{known:.2f} so far")
         self._batch = 0.0
         """The largest step since the last change: the last of an epoch may be short."""
 
