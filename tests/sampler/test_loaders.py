@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,9 @@ from batchwright.errors import InvalidInputError
 from batchwright.report.console import render_plain
 from batchwright.sampler.token_batch_sampler import TokenBatchSampler
 from tests.sampler.sentences import LENGTHS, Sentences, Tagger, loader_of, samples_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # Two cores are fewer than the four workers that a test has on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -125,6 +129,22 @@ def test_lengths_come_in_every_form() -> None:
     )
     assert list(measured) == as_list
     assert said
+
+
+def test_lengths_that_were_measured_are_remembered(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def length_of(sample: Any) -> int:
+        calls.append(1)
+        return len(sample["ids"])
+
+    file = tmp_path / "lengths.npy"
+    options: dict[str, Any] = {"dataset": Sentences(), "remember": file, "rank": 0, "world_size": 1}
+    assert list(TokenBatchSampler(length_of, 120, **options)) == list(TokenBatchSampler(length_of, 120, **options))
+    assert len(calls) == len(LENGTHS)
+    np.save(file, np.ones(3, int))
+    with pytest.raises(InvalidInputError, match="remembers the lengths of 3 samples, the dataset has 200"):
+        TokenBatchSampler(length_of, 120, **options)
 
 
 @pytest.mark.parametrize(

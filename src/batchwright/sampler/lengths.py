@@ -7,6 +7,7 @@ Promises:
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,16 +48,29 @@ def read_lengths(given: Any) -> npt.NDArray[np.int64]:
 
 
 def measure_lengths(
-    length_of: Callable[[Any], Any], dataset: Any, progress: Callable[[str], None]
+    length_of: Callable[[Any], Any], dataset: Any, progress: Callable[[str], None], remember: str | Path | None = None
 ) -> npt.NDArray[np.int64]:
-    """Call a function once on every sample."""
+    """Call a function once on every sample, and keep what it said in a file where one is named."""
     number = len(dataset)
+    file = None if remember is None else Path(remember)
+    if file is not None and file.exists():
+        known = read_lengths(np.load(file, allow_pickle=False))
+        if len(known) != number:
+            raise InvalidInputError(
+                f"'{file}' remembers the lengths of {counted(len(known), 'sample')}, the dataset has {number:,}.",
+                remedy="delete the file, and they are measured anew",
+            )
+        return known
     found, said = [], max(number // 20, 1)
     for index in range(number):
         if index and index % said == 0:
             progress(f"measuring lengths: {index:,} of {counted(number, 'sample')}")
         found.append(length_of(dataset[index]))
-    return read_lengths(found)
+    lengths = read_lengths(found)
+    if file is not None:
+        with file.open("wb") as stream:
+            np.save(stream, lengths, allow_pickle=False)
+    return lengths
 
 
 def _as_array(given: Any) -> Any:

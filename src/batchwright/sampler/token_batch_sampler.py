@@ -25,6 +25,7 @@ from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
     import numpy.typing as npt
 
@@ -44,9 +45,10 @@ class TokenBatchSampler:
     0.118
 
     `lengths` is a list, an array, a tensor, a column, or a function of a sample that is called once for each of
-    `dataset`; two per sample where there are two (source and target). `waste` is how much padding is allowed for the
-    sake of shuffling. `oversize` says what becomes of a sample over the budget on its own: "error", "drop" or "single".
-    `max_tokens_per_step` groups batches into optimizer steps: `Accumulator(..., accumulation=sampler.windows)`.
+    `dataset`, and never again where `remember` names a file (.npy); two per sample where there are two (source and
+    target). `waste` is how much padding is allowed for the sake of shuffling. `oversize` says what becomes of a sample
+    over the budget on its own: "error", "drop" or "single". `max_tokens_per_step` groups batches into optimizer steps:
+    `Accumulator(..., accumulation=sampler.windows)`.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class TokenBatchSampler:
         oversize: str = "error",
         max_tokens_per_step: float | None = None,
         dataset: Any = None,
+        remember: str | Path | None = None,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         if callable(lengths):
@@ -72,7 +75,7 @@ class TokenBatchSampler:
                     "lengths is a function of a sample, and no dataset= was handed in to call it on.",
                     remedy="TokenBatchSampler(len, dataset=dataset)",
                 )
-            lengths = measure_lengths(lengths, dataset, progress)
+            lengths = measure_lengths(lengths, dataset, progress, remember)
         self.lengths = read_lengths(lengths)
         if dataset is not None and len(dataset) != len(self.lengths):
             raise InvalidInputError(
