@@ -11,12 +11,12 @@ from __future__ import annotations
 import zlib
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from batchwright.errors import InvalidInputError
 from batchwright.sampler.cost import BatchCost, Budget
 from batchwright.sampler.lengths import measure_lengths, read_lengths
 from batchwright.sampler.mixing_by_waste import choose_mixing
+from batchwright.sampler.oversize import usable_samples
+from batchwright.sampler.place import place_of
 from batchwright.sampler.progress import EpochProgress
 from batchwright.sampler.received import Received
 from batchwright.sampler.stats import SamplerStats, pair_repeat, share_idle, share_of_padding
@@ -27,12 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    import numpy.typing as npt
-
     from batchwright.fitting.result import Fit
     from batchwright.sampler.epoch_plan import EpochPlan
-
-OVERSIZE = ("error", "drop", "single")
 
 
 class TokenBatchSampler:
@@ -82,11 +78,11 @@ class TokenBatchSampler:
                 f"{counted(len(self.lengths), 'length')} for a dataset of {counted(len(dataset), 'sample')}."
             )
         self.budget = Budget(max_tokens, cost or BatchCost(), max_samples, multiple_of)
-        self.rank, self.world_size = _place(rank, world_size)
+        self.rank, self.world_size = place_of(rank, world_size)
         self.seed = whole_number(seed, "seed", least=0)
-        self._usable, self._num_dropped, self._num_single = self._oversize(oversize)
-        usable = self.lengths if self._usable is None else self.lengths[self._usable]
-        self._mixing = choose_mixing(usable, self.budget, waste=waste, seed=self.seed)
+        self._usable = usable_samples(self.lengths, self.budget, oversize)
+        some = self.lengths if self._usable.samples is None else self.lengths[self._usable.samples]
+        self._mixing = choose_mixing(some, self.budget, waste=waste, seed=self.seed)
         self._per_step = max_tokens_per_step
         if max_tokens_per_step is not None and not max_tokens_per_step >= self.budget.limit * self.world_size:
             raise InvalidInputError(
@@ -154,7 +150,7 @@ class TokenBatchSampler:
         plan = self.planned
         after = EpochProgress()
         after.begin(self.epoch + 1, self.world_size)
-        following = after.plan(self.lengths, self._usable, self.budget, self._mixing, self.seed)
+        following = after.plan(self.lengths, self._usable.samples, self.budget, self._mixing, self.seed)
         num_batches = int((plan.sizes > 0).sum())
         return SamplerStats(
             samples=len(plan.samples),
@@ -170,8 +166,8 @@ class TokenBatchSampler:
             budget=float(self.budget.limit),
             num_windows=self._mixing.num_windows,
             repeats=plan.rounds.num_repeats,
-            dropped=self._num_dropped,
-            single=self._num_single,
+            dropped=self._usable.num_dropped,
+            single=self._usable.num_single,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -226,7 +222,7 @@ class TokenBatchSampler:
     def planned(self) -> EpochPlan:
         """The plan of the epoch."""
         if self._plan is None:
-            self._plan = self._progress.plan(self.lengths, self._usable, self.budget, self._mixing, self.seed)
+            self._plan = self._progress.plan(self.lengths, self._usable.samples, self.budget, self._mixing, self.seed)
         return self._plan
 
     def _window_sizes(self) -> list[int]:
@@ -241,40 +237,9 @@ class TokenBatchSampler:
     def _count(self, rounds: int) -> None:
         self._progress.segments[-1].rounds = rounds
 
-    def _oversize(self, choice: str) -> tuple[npt.NDArray[np.int64] | None, int, int]:
-        if choice not in OVERSIZE:
-            raise InvalidInputError(f"oversize is {', '.join(OVERSIZE)}; received {shortened(choice)}.")
-        too_long = np.flatnonzero(self.budget.most_samples(self.lengths.sum(axis=1)) < 1)
-        if not len(too_long) or choice == "single":
-            return None, 0, len(too_long)
-        if choice == "drop":
-            return np.delete(np.arange(len(self.lengths)), too_long), len(too_long), 0
-        longest = int(self.lengths.sum(axis=1).max())
-        raise InvalidInputError(
-            f"{counted(len(too_long), 'sample')} of {len(self.lengths):,} cost more than the budget of "
-            f"{self.budget.limit:g} alone: the first is sample {too_long[0]:,}, the longest has {longest:,} tokens.",
-            remedy='a larger budget, oversize="drop", or oversize="single" for a batch of its own',
-        )
-
     def _fingerprint(self) -> str:
         if self._print is None:
-            told = f"{self.budget.to_dict()} {self._mixing} {self._num_dropped}"
+            told = f"{self.budget.to_dict()} {self._mixing} {self._usable.num_dropped}"
             numbers = zlib.crc32(told.encode(), zlib.crc32(self.lengths.tobytes()))
             self._print = f"{len(self.lengths)}-{numbers:08x}"
         return self._print
-
-
-def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return rank and number of ranks: as given, else the process group's, else one."""
-    if (rank is None) != (world_size is None):
-        raise InvalidInputError("rank and world_size go together.", remedy="both, or neither for the process group's")
-    if rank is None or world_size is None:
-        try:
-            import torch.distributed as dist
-        except ImportError:
-            return 0, 1
-        is_group = dist.is_available() and dist.is_initialized()
-        return (dist.get_rank(), dist.get_world_size()) if is_group else (0, 1)
-    if whole_number(rank, "rank", least=0) >= whole_number(world_size, "world_size"):
-        raise InvalidInputError(f"rank {rank} of {counted(world_size, 'rank')}: they are counted from 0.")
-    return rank, world_size
