@@ -108,6 +108,40 @@ def test_steps_hold_about_as_many_tokens_and_resume_with_the_accumulator(workers
     assert begun + rest == whole
 
 
+def test_windows_are_those_of_the_epoch_that_comes() -> None:
+    sampler, model = sampler_of(max_tokens_per_step=500), Tagger()
+    accumulator = bw.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.01), sampler.windows)
+    for _ in range(4):
+        units = []
+        for batch in accumulator.micro_batches(loader_of(sampler), weight=count_tokens):
+            step = accumulator.backward(model(**batch)["loss"])
+            units += [] if step is None else [step.units]
+        assert max(units) <= 500
+        assert sum(units) == LENGTHS.sum()
+
+
+def test_the_accumulator_goes_on_with_another_number_of_ranks() -> None:
+    def part_of(ranks: int, stop: int | None, states: Any) -> tuple[list[int], Any]:
+        seen, told = [], None
+        for rank in range(ranks):
+            sampler, model = sampler_of(rank=rank, world_size=ranks), Tagger()
+            accumulator = bw.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.01), 2)
+            if states is not None:
+                sampler.load_state_dict(states[0])
+                accumulator.load_state_dict(states[1])
+            for batch in accumulator.micro_batches(loader_of(sampler)):
+                seen += samples_of(batch)
+                step = accumulator.backward(model(**batch)["loss"])
+                if step is not None and step.number == stop:
+                    break
+            told = (sampler.state_dict(), accumulator.state_dict())
+        return seen, told
+
+    begun, states = part_of(4, 2, None)
+    rest, _ = part_of(3, None, states)
+    assert sorted(begun + rest) == list(range(len(LENGTHS)))
+
+
 def test_the_figures_of_an_epoch_before_it_starts() -> None:
     stats = TokenBatchSampler(LENGTHS, 120, rank=0, world_size=2).stats()
     assert stats.samples == 200
@@ -166,7 +200,7 @@ def test_lengths_that_were_measured_are_remembered(tmp_path: Path) -> None:
         ([3], {"oversize": "ignore"}, "oversize is error, drop, single"),
         ([3], {"waste": 2}, "waste is a share"),
         ([3], {"multiple_of": 8, "max_samples": 4}, "no batch is both"),
-        ([3], {"max_tokens_per_step": 50}, "less than one batch on each rank"),
+        ([3], {"max_tokens_per_step": 50}, "at least one batch on each rank"),
         (len, {}, "no dataset= was handed in"),
         ([3], {"dataset": [1, 2]}, "1 length for a dataset of 2 samples"),
     ],

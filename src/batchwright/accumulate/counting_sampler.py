@@ -15,22 +15,25 @@ class CountingSampler:
 
     @staticmethod
     def of(loader: Any) -> CountingSampler:
-        """Find the sampler: the loader itself, or the batch sampler of a DataLoader.
+        """Find the sampler: the loader itself, the batch sampler of a DataLoader, or one that accelerate has wrapped.
 
-        >>> CountingSampler.of([1, 2]).num_received
-        0
+        >>> CountingSampler.of([1, 2]).resumes()
+        False
         """
-        candidates: tuple[Any, ...] = (loader, getattr(loader, "batch_sampler", None))
+        inner = getattr(loader, "batch_sampler", None)
+        candidates: tuple[Any, ...] = (loader, inner, getattr(inner, "batch_sampler", None))
         for candidate in candidates:
             if hasattr(candidate, "count_received"):
                 candidate.expect_counts()
                 return CountingSampler(candidate)
         return CountingSampler()
 
-    @property
-    def num_received(self) -> int:
-        """What was received of the epoch before."""
-        return 0 if self.sampler is None else int(self.sampler.num_received)
+    def resumes(self) -> bool:
+        """Whether the sampler itself goes on where a state stood; asked once for each pass."""
+        if self.sampler is None or not self.sampler.is_resumed:
+            return False
+        self.sampler.is_resumed = False
+        return True
 
     def is_counted(self, index: int) -> bool:
         """Whether the `index`-th batch of this iteration counts, or only keeps a rank in step."""

@@ -21,9 +21,12 @@ def prepare_loader(accelerator: Any, loader: Any) -> Any:
     sampler = loader.batch_sampler
     _check_ranks(sampler, accelerator.num_processes)
     prepared = accelerator.prepare_data_loader(loader)
-    shard = prepared.batch_sampler
-    if getattr(shard, "batch_sampler", None) is sampler and shard is not sampler:
-        shard.num_processes, shard.process_index = 1, 0
+    for one in (prepared, getattr(prepared, "base_dataloader", None)):
+        if one is not None and getattr(one.batch_sampler, "batch_sampler", None) is sampler:
+            # A DataLoader lets nobody exchange its sampler; nothing has been drawn from it yet.
+            object.__setattr__(one, "batch_sampler", sampler)
+    # accelerate's own looks for a sampler within the batch sampler, and finds none here.
+    prepared.set_epoch = sampler.set_epoch
     return prepared
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from batchwright.errors import InvalidInputError
-from batchwright.units import shortened, whole_number
+from batchwright.units import LARGEST_COUNT, shortened, whole_number
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -39,7 +40,7 @@ class BatchCost:
     def __post_init__(self) -> None:
         for name in ("fixed", "per_token", "per_token_squared"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
                 raise InvalidInputError(f"{name} of a cost must be 0 or more; received {shortened(value)}.")
         if not self.per_token and not self.per_token_squared:
             raise InvalidInputError("a cost must grow with the tokens: per_token or per_token_squared above 0.")
@@ -64,7 +65,7 @@ class Budget:
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.limit, bool) or not isinstance(self.limit, int | float) or not 0 < self.limit < math.inf:
+        if isinstance(self.limit, bool) or not isinstance(self.limit, Real) or not 0 < float(self.limit) < math.inf:
             raise InvalidInputError(f"the budget of a batch must be above 0; received {shortened(self.limit)}.")
         whole_number(self.multiple_of, "multiple_of")
         if self.max_samples is not None and whole_number(self.max_samples, "max_samples") < self.multiple_of:
@@ -80,9 +81,11 @@ class Budget:
         >>> Budget(16_384, multiple_of=8).most_samples(np.array([100, 4096]))
         array([160,   4])
         """
-        room = self.limit - self.cost.fixed
-        most = np.floor(room / self.cost.of_sample(longest) * (1 + 1e-12)).astype(np.int64)
-        np.maximum(most, 0, out=most)
+        room, each = float(self.limit) - self.cost.fixed, self.cost.of_sample(longest)
+        # Rounding may have gone either way: one more if that fits as well, one less if this does not.
+        most = np.clip(np.floor(room / each), 0, LARGEST_COUNT).astype(np.int64)
+        most += (most + 1) * each <= room
+        most -= (most > 0) & (most * each > room)
         if self.max_samples is not None:
             np.minimum(most, self.max_samples, out=most)
         if self.multiple_of > 1:

@@ -55,10 +55,16 @@ def cut_in_windows(
     number = len(lengths)
     if number == 0:
         return CutOrder(np.zeros(0, np.int32), np.zeros(0, np.int64))
+    if lengths.shape[1] == 2 and np.ptp(lengths[:, 1]) > np.ptp(lengths[:, 0]):
+        lengths = lengths[:, ::-1]  # sorted by the one that differs more
+    # Samples of one length are in random order too: by their number they would meet again in every epoch.
+    mixed = rng.permutation(number)
     groups = rng.integers(0, num_windows, number)
     if lengths.shape[1] == 2 and num_classes > 1:
-        groups = groups * num_classes + _classes(lengths[:, 1], num_classes)
-    order, ends = _sorted(lengths[:, 0], groups, num_windows * num_classes)
+        groups = groups * num_classes + _classes(lengths[mixed, 1], num_classes)
+    order: Any
+    order, ends = _sorted(lengths[mixed, 0], groups, num_windows * num_classes)
+    order = mixed.astype(order.dtype)[order]
     padded = lengths[order, 0]
     if lengths.shape[1] == 2:
         # The second length of a batch is at most the longest of its group: a bound, so the budget holds.

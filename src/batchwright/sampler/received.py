@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # A DataLoader asks its sampler from a few calls up.
-_DEEPEST = 8
+_DEEPEST = 12
 
 
 class Received:
@@ -25,19 +25,19 @@ class Received:
         self.is_counted = False
         """Whether somebody who sees the loop counts."""
         self.is_exhausted = False
-        self._will_be_counted = self._runs_ahead = False
+        self.will_be_counted = self._runs_ahead = False
         self._count: Callable[[int], None] | None = None
 
     def expect_counts(self) -> None:
         """Be told that somebody will count what the next iteration yields."""
-        self._will_be_counted = True
+        self.will_be_counted = True
 
     def begin(self, count: Callable[[int], None]) -> None:
         """Begin an iteration; `count` is told what was received."""
         self._count = count
         self.is_exhausted = False
-        self.is_counted, self._will_be_counted = self._will_be_counted, False
-        self._runs_ahead = _has_workers()
+        self.is_counted, self.will_be_counted = self.will_be_counted, False
+        self._runs_ahead = _reads_ahead()
 
     def drew(self, number: int) -> None:
         """Note that a batch was drawn, the `number`-th of its segment."""
@@ -48,23 +48,31 @@ class Received:
         """Note that there are no more."""
         self.is_exhausted = True
 
+    @property
+    def is_uncounted(self) -> bool:
+        """Whether workers run ahead and nobody counts."""
+        return self._runs_ahead and not self.is_counted
+
     def check(self) -> None:
         """Refuse to tell what nobody counts."""
-        if self._runs_ahead and not self.is_counted:
+        if self.is_uncounted and not self.is_exhausted:
             raise InvalidInputError(
-                "the DataLoader's workers draw batches ahead of the loop, and nobody counts those that it received.",
+                "the DataLoader's workers draw batches ahead of the loop, or accelerate does, and nobody counts those "
+                "that it received.",
                 remedy="for batch in sampler.track(loader): ..., or accumulator.micro_batches(loader), which counts",
             )
 
 
-def _has_workers() -> bool:
-    """Whether the DataLoader that asks has workers: there is no other way to know than to look who asks."""
+def _reads_ahead() -> bool:
+    """Whether whoever asks reads ahead of the loop: there is no other way to know than to look who asks."""
     for depth in range(2, _DEEPEST):
         try:
             frame = sys._getframe(depth)
         except ValueError:
             return False
         asking: Any = frame.f_locals.get("self")
-        if type(asking).__name__ in ("_MultiProcessingDataLoaderIter", "_SingleProcessDataLoaderIter"):
-            return bool(asking._num_workers)
+        name = type(asking).__name__
+        # accelerate's loaders look for the end of an epoch one batch ahead.
+        if name in ("DataLoaderShard", "DataLoaderDispatcher") or bool(getattr(asking, "_num_workers", None)):
+            return True
     return False

@@ -26,27 +26,35 @@ class StepWindows:
 
 
 def window_sizes(tokens: npt.NDArray[np.int64], limit: float, *, done: int = 0) -> list[int]:
-    """Cut rounds into steps of at most `limit` tokens, as even as they go; leave out the first `done` rounds.
+    """Cut rounds into as few steps of at most `limit` tokens as there can be, as even as they go.
+
+    The first `done` rounds are left out. A round that is over the limit by itself is a step of its own.
 
     >>> window_sizes(np.array([10, 12, 9, 11, 10, 8]), 32)
     [3, 3]
     >>> window_sizes(np.array([10, 12, 9, 11, 10, 8]), 32, done=4)
     [2]
     """
-    total = int(tokens.sum())
-    if not total:
-        return [1] * (len(tokens) - done)
     reached = np.cumsum(tokens)
-    # As few steps as the limit allows; one more where an even cut does not keep to it.
-    for number in range(max(int(np.ceil(total / limit)), 1), len(tokens) + 1):
-        ends = np.searchsorted(reached, total * np.arange(1, number + 1) / number - 0.5, side="left") + 1
-        ends = np.unique(np.minimum(ends, len(tokens)))
-        sums = np.diff(np.concatenate(([0], reached[ends - 1])))
-        if sums.max() <= limit:
-            break
-    else:
-        ends = np.arange(1, len(tokens) + 1)
+    number = len(_ends(reached, limit))
+    # The least bound that takes no more steps makes the largest of them as small as can be.
+    low, high = float(reached[-1]) / max(number, 1) if number else 0.0, float(limit)
+    while high - low > 1e-3 * limit:
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(_ends(reached, middle)) == number else (middle, high)
+    ends = np.array(_ends(reached, high), np.int64)
     starts = np.concatenate(([0], ends[:-1]))
     left = ends > done
     sizes: list[int] = (ends[left] - np.maximum(starts[left], done)).tolist()
     return sizes
+
+
+def _ends(reached: npt.NDArray[np.int64], limit: float) -> list[int]:
+    """Fill step after step up to the limit, and return where each ends."""
+    ends: list[int] = []
+    at, before = 0, 0
+    while at < len(reached):
+        at = max(int(np.searchsorted(reached, before + limit, side="right")), at + 1)
+        before = int(reached[at - 1])
+        ends.append(at)
+    return ends

@@ -9,6 +9,7 @@ Promises:
 from __future__ import annotations
 
 import zlib
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
@@ -83,22 +84,19 @@ class TokenBatchSampler:
         self._usable = usable_samples(self.lengths, self.budget, oversize)
         some = self.lengths if self._usable.samples is None else self.lengths[self._usable.samples]
         self._mixing = choose_mixing(some, self.budget, waste=waste, seed=self.seed)
-        self._per_step = max_tokens_per_step
-        if max_tokens_per_step is not None and not max_tokens_per_step >= self.budget.limit * self.world_size:
-            raise InvalidInputError(
-                f"max_tokens_per_step={max_tokens_per_step:g} is less than one batch on each rank "
-                f"({self.budget.limit * self.world_size:g}).",
-            )
+        self._per_step = None if max_tokens_per_step is None else self._checked_step(max_tokens_per_step)
         self._progress = EpochProgress()
         self._progress.begin(0, self.world_size)
         self._plan: EpochPlan | None = None
         self._received = Received()
         self._first = 0
+        self.is_resumed = False
+        """Whether the next pass goes on where a state stood."""
         self._print: str | None = None
         self.certified: str | None = None
         """What ran to prove the budget; None where nothing did."""
         self.windows = StepWindows(self._window_sizes)
-        """How many batches of a rank make each optimizer step of this epoch."""
+        """How many batches of a rank make each optimizer step of the epoch to come, or at hand."""
 
     @classmethod
     def from_fit(cls, fit: Fit, lengths: Any, workload: Any, **options: Any) -> TokenBatchSampler:
@@ -116,18 +114,21 @@ class TokenBatchSampler:
         return self._progress.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Turn to another epoch; to the present one changes nothing, so that a resumed one goes on."""
-        if whole_number(epoch, "epoch", least=0) != self._progress.epoch:
+        """Turn to an epoch; to the present one changes nothing until it is over, so that a resumed one goes on."""
+        if whole_number(epoch, "epoch", least=0) != self._progress.epoch or self._is_over:
             self._begin(epoch)
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch; of one that was resumed, those that are left."""
-        self._roll_over()
+        if self._is_over:
+            return self._plan_of(self.epoch + 1).rounds.number
         return self.planned.rounds.number - self._first
 
     def __iter__(self) -> Iterator[list[int]]:
         self._roll_over()
         plan = self.planned
+        # A pass that was broken off is begun anew, and so is the count.
+        self._progress.segments[-1].rounds = self._first
         self._received.begin(self._count)
         for index in range(self._first, plan.rounds.number):
             self._received.drew(index + 1)
@@ -148,9 +149,7 @@ class TokenBatchSampler:
     def stats(self) -> SamplerStats:
         """Return what this epoch is like, all ranks together."""
         plan = self.planned
-        after = EpochProgress()
-        after.begin(self.epoch + 1, self.world_size)
-        following = after.plan(self.lengths, self._usable.samples, self.budget, self._mixing, self.seed)
+        following = self._plan_of(self.epoch + 1)
         num_batches = int((plan.sizes > 0).sum())
         return SamplerStats(
             samples=len(plan.samples),
@@ -189,8 +188,9 @@ class TokenBatchSampler:
             )
         self._progress.load_state_dict(state)
         self._progress.go_on_with(self.world_size)
-        self._first = self._progress.rounds
-        self._plan = None
+        self._first, self._plan = self._progress.rounds, None
+        self._received = Received()
+        self.is_resumed = True
 
     @property
     def num_received(self) -> int:
@@ -208,15 +208,26 @@ class TokenBatchSampler:
     def _begin(self, epoch: int) -> None:
         self._progress.begin(epoch, self.world_size)
         self._first, self._plan = 0, None
-        self._received.is_exhausted = False
+        self._received = Received()
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether all of the epoch was received; where nobody counts what workers drew, whether all was drawn."""
+        is_drawn = self._received.is_exhausted and self._received.is_uncounted
+        has_any = len(self.lengths) > self._usable.num_dropped
+        return has_any and (is_drawn or self._progress.rounds >= self.planned.rounds.number)
 
     def _roll_over(self) -> None:
         """Turn to the next epoch where this one is over; without set_epoch every epoch would be alike."""
-        number = self.planned.rounds.number
-        if number and (
-            self._progress.rounds >= number or (self._received.is_exhausted and not self._received.is_counted)
-        ):
+        if self._is_over:
+            will_be_counted = self._received.will_be_counted
             self._begin(self.epoch + 1)
+            self._received.will_be_counted = will_be_counted
+
+    def _plan_of(self, epoch: int) -> EpochPlan:
+        other = EpochProgress()
+        other.begin(epoch, self.world_size)
+        return other.plan(self.lengths, self._usable.samples, self.budget, self._mixing, self.seed)
 
     @property
     def planned(self) -> EpochPlan:
@@ -231,8 +242,20 @@ class TokenBatchSampler:
                 "the sampler has no budget for an optimizer step.",
                 remedy="TokenBatchSampler(..., max_tokens_per_step=...)",
             )
+        self._roll_over()
         plan = self.planned
         return window_sizes(plan.tokens.sum(axis=1), self._per_step, done=self._first)
+
+    def _checked_step(self, tokens: Any) -> float:
+        is_number = isinstance(tokens, Real) and not isinstance(tokens, bool)
+        # Where a batch is bounded by another cost, a step of one round may be above; it then stands alone.
+        least = float(self.budget.limit) * self.world_size if self.budget.cost == BatchCost() else 0.0
+        if not is_number or not float(tokens) > 0 or float(tokens) < least:
+            raise InvalidInputError(
+                f"max_tokens_per_step must be at least one batch on each rank ({least:g}); "
+                f"received {shortened(tokens)}."
+            )
+        return float(tokens)
 
     def _count(self, rounds: int) -> None:
         self._progress.segments[-1].rounds = rounds
