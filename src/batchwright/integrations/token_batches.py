@@ -33,8 +33,8 @@ def prepare_loader(accelerator: Any, loader: Any) -> Any:
 def use_batch_sampler(trainer: Any, sampler: TokenBatchSampler) -> None:
     """Have a transformers Trainer take its training batches from a `TokenBatchSampler`.
 
-    Its per_device_train_batch_size has no say any more. A run that is resumed from a checkpoint skips what it has seen by
-    itself, as with any other sampler.
+    Its per_device_train_batch_size has no say any more. A run that is resumed from a checkpoint skips what it has seen
+    by itself, as with any other sampler.
     """
     if len(trainer.train_dataset) != len(sampler.lengths):
         raise InvalidInputError(
