@@ -116,6 +116,13 @@ def test_an_interval_holds_its_value_and_never_a_number_that_is_none(pairs: list
         assert found.value <= found.high * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("least", [5e-324, 1e-193, 1e-100])
+def test_a_signal_next_to_nothing_is_not_told_from_zero(least: float) -> None:
+    found = fieller([1.0, 2.0, 1.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0, least])
+    assert found is not None
+    assert not found.resolved
+
+
 def test_equal_weights_are_no_weights() -> None:
     rng = np.random.default_rng(0)
     a, c = rng.normal(5, 1, 30), rng.normal(1, 0.2, 30)

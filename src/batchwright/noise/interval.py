@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from batchwright.units import LARGEST_COUNT
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -104,8 +106,9 @@ def _set_of_ratios(a: float, c: float, var_a: float, var_c: float, cov: float) -
 def _further_steps(c: float, var_c: float, number: int, t: float) -> int | None:
     if c <= 0:
         return None
-    wanted = (t + NormalDist().inv_cdf(_POWER)) ** 2 * var_c * number / (c * c)
-    return max(math.ceil(wanted) - number, 1)
+    wanted = ((t + NormalDist().inv_cdf(_POWER)) * (math.sqrt(max(var_c, 0.0)) / c)) ** 2 * number
+    # Beyond that it says no more than that there is no telling.
+    return max(math.ceil(wanted) - number, 1) if wanted < LARGEST_COUNT else None
 
 
 def student_t(probability: float, freedom: float) -> float:

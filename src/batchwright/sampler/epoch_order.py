@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     Numbers = npt.NDArray[np.int64]
 
+# As many as these leave next to no ties.
+_TIE_BITS = 16
+
 
 @dataclass(frozen=True)
 class CutOrder:
@@ -31,6 +34,8 @@ class CutOrder:
 
     order: npt.NDArray[np.int32] | Numbers
     starts: Numbers
+    longest: Numbers
+    """Tokens that each batch is padded to."""
 
     @property
     def stops(self) -> Numbers:
@@ -49,58 +54,68 @@ def cut_in_windows(
     >>> from batchwright.sampler.cost import Budget
     >>> lengths = np.array([[5], [1], [4], [2], [3]])
     >>> cut = cut_in_windows(lengths, Budget(9), num_windows=1, num_classes=1, rng=np.random.default_rng(0))
-    >>> cut.order.tolist(), cut.starts.tolist()
-    ([0, 2, 4, 3, 1], [0, 1, 3])
+    >>> cut.order.tolist(), cut.starts.tolist(), cut.longest.tolist()
+    ([0, 2, 4, 3, 1], [0, 1, 3], [5, 4, 2])
     """
     number = len(lengths)
     if number == 0:
-        return CutOrder(np.zeros(0, np.int32), np.zeros(0, np.int64))
-    if lengths.shape[1] == 2 and np.ptp(lengths[:, 1]) > np.ptp(lengths[:, 0]):
+        return CutOrder(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    has_two = lengths.shape[1] == 2
+    if has_two and np.ptp(lengths[:, 1]) > np.ptp(lengths[:, 0]):
         lengths = lengths[:, ::-1]  # sorted by the one that differs more
-    # Samples of one length are in random order too: by their number they would meet again in every epoch.
-    mixed = rng.permutation(number)
     groups = rng.integers(0, num_windows, number)
-    if lengths.shape[1] == 2 and num_classes > 1:
-        groups = groups * num_classes + _classes(lengths[mixed, 1], num_classes)
-    order: Any
-    order, ends = _sorted(lengths[mixed, 0], groups, num_windows * num_classes)
-    order = mixed.astype(order.dtype)[order]
-    padded = lengths[order, 0]
-    if lengths.shape[1] == 2:
-        # The second length of a batch is at most the longest of its group: a bound, so the budget holds.
-        starts = np.concatenate(([0], ends[:-1]))
-        longest = np.maximum.reduceat(lengths[order, 1], starts)
-        padded = padded + np.repeat(longest, np.diff(np.append(starts, number)))
-    return CutOrder(order, _cut(budget.most_samples(padded), ends))
+    if has_two and num_classes > 1:
+        groups = groups * num_classes + _classes(lengths[:, 1], num_classes)
+    order, padded, ends = _sorted(lengths[:, 0], groups, num_windows * num_classes, rng)
+    if not has_two:
+        starts = _cut(padded, budget, ends)
+        return CutOrder(order, starts, padded[starts])
+    # The second length of a batch is at most the longest of its group: a bound, so the budget holds.
+    begins = np.concatenate(([0], ends[:-1]))
+    second = lengths[order, 1]
+    bound = np.repeat(np.maximum.reduceat(second, begins), np.diff(np.append(begins, number)))
+    starts = _cut(padded + bound, budget, ends)
+    return CutOrder(order, starts, padded[starts] + np.maximum.reduceat(second, starts))
 
 
-def _sorted(lengths: Numbers, groups: Numbers, num_groups: int) -> tuple[npt.NDArray[np.int32] | Numbers, Numbers]:
-    """Return the samples by group, longest first, and where each group that has any ends."""
+def _sorted(
+    lengths: Numbers, groups: Numbers, num_groups: int, rng: np.random.Generator
+) -> tuple[Any, Numbers, Numbers]:
+    """Return the samples by group, longest first, their lengths, and where each group that has any ends.
+
+    Samples of one length are in random order: by their number they would meet again in every epoch.
+    """
     number, longest = len(lengths), int(lengths.max())
     index_bits, length_bits = max(number - 1, 1).bit_length(), longest.bit_length()
+    spare = 63 - index_bits - length_bits - num_groups.bit_length()
     kind: Any = np.int32 if number < 2**31 else np.int64
-    if index_bits + length_bits + num_groups.bit_length() > 63:
-        order = np.lexsort((-lengths, groups)).astype(kind)
-        in_order = groups[order]
+    if spare < 0:
+        order = np.lexsort((rng.random(number), -lengths, groups)).astype(kind)
+        in_order, sorted_lengths = groups[order], lengths[order]
     else:
+        tie_bits = min(spare, _TIE_BITS)
         key = groups.astype(np.int64)
         key <<= length_bits
         key |= longest - lengths
+        key <<= tie_bits
+        key |= rng.integers(0, 1 << tie_bits, number)
         key <<= index_bits
         key |= np.arange(number)
         key.sort()
         order = (key & ((1 << index_bits) - 1)).astype(kind)
-        in_order = key >> (index_bits + length_bits)
+        key >>= index_bits + tie_bits
+        sorted_lengths = longest - (key & ((1 << length_bits) - 1))
+        in_order = key >> length_bits
     ends: Numbers = np.append(np.flatnonzero(in_order[1:] != in_order[:-1]) + 1, number)
-    return order, ends
+    return order, sorted_lengths, ends
 
 
-def _cut(most: Numbers, ends: Numbers) -> Numbers:
+def _cut(padded: Numbers, budget: Budget, ends: Numbers) -> Numbers:
     """Walk all groups at once, each from batch to batch, and return where batches start."""
     at, stops, found = np.concatenate(([0], ends[:-1])), ends, []
     while len(at):
         found.append(at)
-        at = at + np.maximum(most[at], 1)
+        at = at + np.maximum(budget.most_samples(padded[at]), 1)
         is_left = at < stops
         at, stops = at[is_left], stops[is_left]
     return np.sort(np.concatenate(found))

@@ -117,11 +117,5 @@ def plan_epoch(
     some = lengths if left is None else lengths[left]
     cut = cut_in_windows(some, budget, num_windows=mixing.num_windows, num_classes=mixing.num_classes, rng=rng)
     samples = cut.order if left is None else left[cut.order]
-    stops = cut.stops
-    sizes = stops - cut.starts
-    if len(cut.starts):
-        longest = sum(np.maximum.reduceat(lengths[samples, column], cut.starts) for column in range(lengths.shape[1]))
-        costs = budget.cost.of(sizes, np.asarray(longest))
-    else:
-        costs = np.zeros(0)
-    return EpochPlan(lengths, samples, deal(cut.starts, stops, costs, ranks=ranks, rng=rng), budget)
+    costs = budget.cost.of(cut.stops - cut.starts, cut.longest)
+    return EpochPlan(lengths, samples, deal(cut.starts, cut.stops, costs, ranks=ranks, rng=rng), budget)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Numbers = npt.NDArray[np.int64]
 
 _SMALLEST_WINDOW = 32
-_LEAST_SAMPLES = 40_000
+_LEAST_SAMPLES, _MOST_SAMPLES = 40_000, 100_000
 # A part of the samples tells the waste of all of them to within a few percent.
 _SAFETY = 0.95
 _CLASSES = (1, 2, 4, 8, 16, 32)
@@ -35,10 +35,11 @@ def choose_mixing(lengths: Numbers, budget: Budget, *, waste: float, seed: int) 
     number = len(lengths)
     if number <= _SMALLEST_WINDOW:
         return Mixing(1)
-    classes, full = 1, _looked_at(lengths, budget, number, 1, seed)
+    classes, largest = 1, min(number, _MOST_SAMPLES)
+    full = _looked_at(lengths, budget, largest, 1, seed)
     if lengths.shape[1] == 2:
         # Alike in both lengths: more classes pad the second less, and leave fewer of each for the first.
-        tried = {count: _looked_at(lengths, budget, number, count, seed) for count in _CLASSES}
+        tried = {count: _looked_at(lengths, budget, largest, count, seed) for count in _CLASSES}
         classes = min(tried, key=lambda count: tried[count][1])
         full = tried[classes]
     # Sizes of windows by factors of 2^(1/4), from the smallest that is tried to all samples in one.
@@ -59,11 +60,11 @@ def choose_mixing(lengths: Numbers, budget: Budget, *, waste: float, seed: int) 
 def _looked_at(lengths: Numbers, budget: Budget, window: int, classes: int, seed: int) -> tuple[float, float]:
     """Return the share of padding, and the room of all batches over the tokens in them."""
     rng = np.random.default_rng((seed, window))
-    windows = max(4, -(-_LEAST_SAMPLES // window))
+    windows = max(1, -(-_LEAST_SAMPLES // window))
     if windows * window >= len(lengths):
         some, windows = lengths, max(len(lengths) // window, 1)
     else:
-        some = lengths[rng.choice(len(lengths), windows * window, replace=False, shuffle=False)]
+        some = lengths[rng.integers(0, len(lengths), windows * window)]
     plan = plan_epoch(some, budget, Mixing(windows, classes), ranks=1, rng=rng)
     tokens, padded = float(plan.tokens.sum()), float((plan.sizes * plan.longest).sum())
     return 1 - tokens / padded, plan.rounds.number / tokens

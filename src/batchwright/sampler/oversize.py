@@ -38,8 +38,10 @@ def usable_samples(lengths: Numbers, budget: Budget, choice: str) -> Usable:
     """
     if choice not in OVERSIZE:
         raise InvalidInputError(f"oversize is {', '.join(OVERSIZE)}; received {shortened(choice)}.")
-    totals = lengths.sum(axis=1)
-    too_long = np.flatnonzero(budget.most_samples(totals) < 1)
+    totals = lengths[:, 0] if lengths.shape[1] == 1 else lengths.sum(axis=1)
+    longest = np.array([totals.max(initial=1)])
+    is_any = budget.most_samples(longest)[0] < 1
+    too_long = np.flatnonzero(budget.most_samples(totals) < 1) if is_any else np.zeros(0, np.int64)
     if not len(too_long) or choice == "single":
         return Usable(num_single=len(too_long))
     if choice == "drop":
