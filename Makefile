@@ -39,11 +39,11 @@ types: $(VENV)/.ready-to-test
 	$(BIN)/mypy
 
 tests: $(VENV)/.ready-to-test
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 # The slow ones too (tests/slow.py).
 test-all: test
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
+	$(BIN)/python -m pytest -n 2 -m slow
 
 format: $(VENV)/.ready-to-test
 	$(BIN)/ruff check --fix .

@@ -12,14 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(SLOW):
             item.add_marker("slow")
-        # What ranks told is made once for a whole file: its tests must not be dealt to two processes.
-        if "told" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.torchrun import told_by_ranks
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
 KINDS = ("ddp", "fsdp")
@@ -19,14 +17,7 @@ NO_UNITS = "the window holds no units: every weight is 0"
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Run every case once and return what the ranks told, which must be the same."""
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER)]
-    environment = {**os.environ, "PYTHONPATH": str(WORKER.parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(folder)], capture_output=True, text=True, timeout=300, cwd=folder, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    first, second = (json.loads((folder / str(rank)).read_text()) for rank in (0, 1))
+    first, second = told_by_ranks(WORKER, tmp_path_factory)
     assert first == second
     return first
 

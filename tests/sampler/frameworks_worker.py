@@ -56,7 +56,7 @@ def main(folder: str) -> None:
     accelerated = with_accelerate()
     rank = int(os.environ.get("RANK", "0"))
     told = {"accelerate": accelerated, "trainer": with_trainer(folder)}
-    Path(folder, f"told-{rank}").write_text(json.dumps(told))
+    Path(folder, str(rank)).write_text(json.dumps(told))
     dist.barrier()
     os._exit(0)
 

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.sampler.sentences import LENGTHS, Tagger, loader_of, samples_of
+from tests.torchrun import told_by_ranks
 
 WORKER = Path(__file__).with_name("frameworks_worker.py")
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER)]
-    environment = {**os.environ, "PYTHONPATH": str(WORKER.parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(folder)], capture_output=True, text=True, timeout=300, cwd=folder, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"told-{rank}").read_text()) for rank in (0, 1)]
+    return told_by_ranks(WORKER, tmp_path_factory)
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "trainer"])
