@@ -30,6 +30,20 @@ def with_accelerate() -> list[list[int]]:
     return seen
 
 
+def plainly_prepared() -> str:
+    """Return what is said where accelerate would shard the batches once more."""
+    from accelerate import Accelerator
+
+    import batchwright as bw
+    from batchwright.errors import InvalidInputError
+
+    try:
+        list(Accelerator(cpu=True).prepare(loader_of(bw.TokenBatchSampler(LENGTHS, 120), 0)))
+    except InvalidInputError as error:
+        return str(error)
+    return "nothing"
+
+
 def with_trainer(folder: str) -> list[list[int]]:
     from transformers import Trainer, TrainingArguments
 
@@ -55,7 +69,7 @@ def with_trainer(folder: str) -> list[list[int]]:
 def main(folder: str) -> None:
     accelerated = with_accelerate()
     rank = int(os.environ.get("RANK", "0"))
-    told = {"accelerate": accelerated, "trainer": with_trainer(folder)}
+    told = {"accelerate": accelerated, "prepared": plainly_prepared(), "trainer": with_trainer(folder)}
     Path(folder, str(rank)).write_text(json.dumps(told))
     dist.barrier()
     os._exit(0)

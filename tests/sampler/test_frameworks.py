@@ -26,6 +26,10 @@ def test_two_ranks_see_every_sample_once_per_epoch_in_as_many_steps(told: Any, f
     assert sorted(seen) == sorted([*range(len(LENGTHS))] * 2)
 
 
+def test_a_loader_that_accelerate_would_shard_once_more_is_refused(told: Any) -> None:
+    assert all("accelerate shards this sampler's batches once more" in rank["prepared"] for rank in told)
+
+
 @pytest.mark.filterwarnings("ignore")  # Lightning's own, of torch's pytree and of loaders without workers
 def test_lightning_takes_the_loader_as_it_is(tmp_path: Path) -> None:
     import lightning.pytorch as pl

@@ -21,12 +21,13 @@ from batchwright.accumulate.freezing import frozen_statistics
 from batchwright.accumulate.gradients import Gradient, combined
 from batchwright.accumulate.read_ahead import counted_micro_batch
 from batchwright.accumulate.undisturbed import without_autocast
-from batchwright.accumulate.without_dropout import kept_random_state, without_dropout
+from batchwright.accumulate.without_dropout import without_dropout
 from batchwright.device.batches import make_batch, move_batch
 from batchwright.device.cutting import cut
 from batchwright.device.step import build_model, build_optimizers
 from batchwright.device.step_checks import checked_loss
 from batchwright.errors import InvalidInputError
+from batchwright.fitting.random_state import kept_random_state
 from batchwright.units import counted
 
 if TYPE_CHECKING:

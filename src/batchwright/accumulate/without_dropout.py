@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from batchwright.fitting.random_state import random_sources
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -38,14 +36,3 @@ def without_dropout(model: nn.Module) -> Iterator[list[str]]:
     finally:
         for module, _, name, value in rates:
             setattr(module, name, value)
-
-
-@contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Put the generators of torch, numpy and Python back as they were."""
-    sources = random_sources(None)
-    try:
-        yield
-    finally:
-        for put_back in sources.values():
-            put_back()

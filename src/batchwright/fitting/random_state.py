@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 import sys
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     PutBack = Callable[[], object]
 
@@ -38,6 +39,17 @@ def random_sources(accelerator: torch.device | None) -> dict[str, PutBack]:
         where = () if accelerator.type == "mps" else (accelerator,)
         sources[str(accelerator)] = partial(module.set_rng_state, module.get_rng_state(*where), *where)
     return sources
+
+
+@contextmanager
+def kept_random_state(accelerator: torch.device | None = None) -> Iterator[None]:
+    """Put the generators of torch, numpy and Python back as they were, whatever happened inside."""
+    sources = random_sources(accelerator)
+    try:
+        yield
+    finally:
+        for put_back in sources.values():
+            put_back()
 
 
 def put_back_of_generator(thing: Any) -> PutBack | None:

@@ -15,9 +15,10 @@ from batchwright.accumulate.causes import BATCH_NORM, NOT_ADDITIVE, UNKNOWN, cau
 from batchwright.accumulate.checks import batch_norms
 from batchwright.accumulate.gradients import Gradient, compare_modules
 from batchwright.accumulate.undisturbed import without_autocast
-from batchwright.accumulate.without_dropout import kept_random_state, without_dropout
+from batchwright.accumulate.without_dropout import without_dropout
 from batchwright.device.cutting import num_samples
 from batchwright.device.joining import join
+from batchwright.fitting.random_state import kept_random_state
 from batchwright.units import counted
 
 if TYPE_CHECKING:

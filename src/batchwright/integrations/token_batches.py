@@ -6,6 +6,7 @@ loader is prepared as usual (device, seeds, the end of an epoch), and then told 
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,13 @@ def prepare_loader(accelerator: Any, loader: Any) -> Any:
     """Prepare a DataLoader whose batch sampler is a `TokenBatchSampler`, in place of `accelerator.prepare(loader)`."""
     sampler = loader.batch_sampler
     _check_ranks(sampler, accelerator.num_processes)
+    repeats = sampler.planned.rounds.num_repeats
+    if repeats:
+        warnings.warn(
+            f"{counted(repeats, 'batch')} of an epoch only keep a rank in step and should count nothing; a loop that "
+            "does not ask sampler.counts(index) counts them like the others.",
+            stacklevel=2,
+        )
     prepared = accelerator.prepare_data_loader(loader)
     for one in (prepared, getattr(prepared, "base_dataloader", None)):
         if one is not None and getattr(one.batch_sampler, "batch_sampler", None) is sampler:
@@ -34,7 +42,8 @@ def use_batch_sampler(trainer: Any, sampler: TokenBatchSampler) -> None:
     """Have a transformers Trainer take its training batches from a `TokenBatchSampler`.
 
     Its per_device_train_batch_size has no say any more. A run that is resumed from a checkpoint skips what it has seen
-    by itself, as with any other sampler.
+    by itself, as with any other sampler. The Trainer counts the steps of all epochs by the first, and epochs differ by
+    a few batches: the last one may end as many early.
     """
     if len(trainer.train_dataset) != len(sampler.lengths):
         raise InvalidInputError(
@@ -47,6 +56,7 @@ def use_batch_sampler(trainer: Any, sampler: TokenBatchSampler) -> None:
 
 def _train_loader(trainer: Any, sampler: TokenBatchSampler) -> Any:
     from torch.utils.data import DataLoader
+    from transformers.trainer_utils import seed_worker
 
     dataset, collate = trainer.train_dataset, trainer.data_collator
     if type(dataset).__module__.startswith("datasets."):
@@ -62,6 +72,7 @@ def _train_loader(trainer: Any, sampler: TokenBatchSampler) -> Any:
         pin_memory=args.dataloader_pin_memory,
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
+        worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
     )
     return prepare_loader(trainer.accelerator, loader)
 

@@ -91,7 +91,7 @@ class LeafSquares:
             leaf.register_hook(_hook(self._seen, index, weights.parameters[index], self._signs.get(index)))
             for index, leaf in enumerate(_leaves(model, weights.parameters))
         ]
-        self.let_go = weakref.finalize(self, _remove, handles)
+        self.let_go = weakref.finalize(self, remove_all, handles)
 
     def start(
         self,
@@ -204,6 +204,7 @@ def _total(values: list[torch.Tensor], device: torch.device) -> torch.Tensor | f
     return torch.stack([value.to(device) for value in values]).sum() if values else 0.0
 
 
-def _remove(handles: list[Any]) -> None:
+def remove_all(handles: list[Any]) -> None:
+    """Take hooks away."""
     for handle in handles:
         handle.remove()

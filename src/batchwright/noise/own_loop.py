@@ -18,7 +18,7 @@ from batchwright.accumulate.parallel import how_spread
 from batchwright.device.cutting import num_samples
 from batchwright.noise.example_norms import ExampleNorms, UnknownModuleError
 from batchwright.noise.gradient_squares import squares_of_gradients
-from batchwright.noise.leaves import LeafSquares, Weights
+from batchwright.noise.leaves import LeafSquares, Weights, remove_all
 from batchwright.noise.weak_hook import WeakHook
 from batchwright.noise.window_sums import DROPPED, IN_PIECES, OTHER_SIZES, SINGLE, UNEXPECTED, UNPAIRED, WindowSums
 
@@ -64,7 +64,7 @@ class OwnLoop:
             # One step of the first optimizer is one window.
             self._optimizers[0].register_step_pre_hook(WeakHook(self._step)),
         ]
-        self.let_go = weakref.finalize(self, _remove, handles)
+        self.let_go = weakref.finalize(self, remove_all, handles)
         self._begin()
 
     @property
@@ -209,8 +209,3 @@ _NO_EXAMPLES = (
     "one micro-batch per step on one rank, and its examples cannot be told apart ({reason}): accumulate two or more "
     "micro-batches, or hand NoiseScale an Accumulator, which cuts the batch in two"
 )
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -22,7 +22,7 @@ from batchwright.device.batches import check_data_has_no_shape, make_batch, move
 from batchwright.device.step import build_model, build_optimizers
 from batchwright.errors import InvalidInputError
 from batchwright.fitting.kept_state import kept
-from batchwright.fitting.random_state import random_sources
+from batchwright.fitting.random_state import kept_random_state
 from batchwright.memory.estimate import check_shape
 from batchwright.units import counted
 
@@ -87,7 +87,8 @@ def training(
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_spread else (0, 1)
     accelerator = None if device.type == "cpu" else device
     is_live = isinstance(workload.model, nn.Module)
-    with kept([workload.model], accelerator=accelerator) if is_live else _kept_random_state(accelerator):
+    # Of a model that is built anew nothing else has to come back, and looking for more takes long.
+    with kept([workload.model], accelerator=accelerator) if is_live else kept_random_state(accelerator):
         torch.manual_seed(seed)
         model = build_model(workload, device)
         if is_spread:
@@ -98,17 +99,6 @@ def training(
         # Samples that are made, and dropout, must differ from rank to rank.
         torch.manual_seed(seed + 1_000_003 * rank + 1)
         yield Trained(workload, model, optimizers, device, dict(shape or {}), seed, rank, ranks)
-
-
-@contextmanager
-def _kept_random_state(accelerator: torch.device | None) -> Iterator[None]:
-    # Of a model that is built anew nothing else has to come back, and looking for more takes long.
-    sources = random_sources(accelerator)
-    try:
-        yield
-    finally:
-        for put_back in sources.values():
-            put_back()
 
 
 def split_of(effective_batch: int, micro_batch: int | None, ranks: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchwright.report.tables import draw_table
+from batchwright.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 def summarize_stats(stats: SamplerStats) -> str:
     """Say in one line what an epoch holds."""
     return (
-        f"{stats.samples:,} samples in {stats.batches:,} batches of at most {stats.budget:,.0f}: "
+        f"{counted(stats.samples, 'sample')} in {counted(stats.batches, 'batch')} of at most {stats.budget:,.0f}: "
         f"{stats.waste:.2%} padding"
     )
 
@@ -37,13 +38,18 @@ def stats_columns(stats: SamplerStats) -> list[tuple[str, list[str]]]:
 
 def stats_remarks(stats: SamplerStats) -> Iterator[str]:
     """What has to be said below the table, a line each."""
-    yield f"{stats.tokens:,} tokens on {stats.ranks} ranks, shuffled over {stats.num_windows:,} windows."
+    yield (
+        f"{counted(stats.tokens, 'token')} on {counted(stats.ranks, 'rank')}, "
+        f"shuffled over {counted(stats.num_windows, 'window')}."
+    )
     if stats.dropped:
-        yield f"{stats.dropped:,} samples are over the budget by themselves and were left out."
+        yield f"{counted(stats.dropped, 'sample')} over the budget by itself, left out."
     if stats.single:
-        yield f"{stats.single:,} samples are over the budget by themselves; each is a batch of its own."
+        yield f"{counted(stats.single, 'sample')} over the budget by itself, each a batch of its own."
     if stats.repeats:
-        yield f"{stats.repeats:,} batches repeat a sample at weight 0, so that every rank has as many steps."
+        yield f"{counted(stats.repeats, 'batch')} that repeat a sample at weight 0, to keep a rank in step."
+    if stats.off_multiple:
+        yield f"{counted(stats.off_multiple, 'batch')} whose samples are no multiple of what was asked."
 
 
 def draw_stats(stats: SamplerStats) -> RenderableType:

@@ -1,4 +1,4 @@
-"""A sampler whose costliest batch has run: the budget comes from a fit, and a probe has the last word."""
+"""A sampler whose largest batches have run: the budget comes from a fit, and probes have the last word."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from batchwright.errors import NothingFitsError
+from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.fitting.fit import fit as run_fit
 from batchwright.sampler.fitted_cost import fitted_cost, length_name
+from batchwright.sampler.lengths import lengths_of
 from batchwright.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -23,38 +24,54 @@ _MOST_TRIES = 6
 def certified_sampler(
     make: Callable[..., TokenBatchSampler], fit: Fit, lengths: Any, workload: Any, **options: Any
 ) -> TokenBatchSampler:
-    """Make a sampler by the bytes of a fit, probe its costliest batch, and lower the budget until that runs."""
+    """Make a sampler by the bytes of a fit, probe its largest batches, and lower the budget until they run."""
+    if "max_tokens" in options or "cost" in options:
+        raise InvalidInputError(
+            "from_fit takes budget and cost from the fit; max_tokens= and cost= have no place beside it.",
+            remedy="TokenBatchSampler(lengths, max_tokens=...) for a budget of your own",
+        )
+    table = lengths_of(
+        lengths, options.get("dataset"), options.get("progress", lambda text: None), options.pop("remember", None)
+    )
+    if table.shape[1] == 2:
+        raise InvalidInputError("from_fit knows one length per sample, the one its fit varied; these have two.")
     name, (cost, limit) = length_name(fit), fitted_cost(fit)
     budget = limit
     for _ in range(_MOST_TRIES):
-        sampler = make(lengths, budget, cost=cost, **options)
-        samples, length = costliest_batch(sampler)
-        if not samples:
+        sampler = make(table, budget, cost=cost, **options)
+        batches = extreme_batches(sampler)
+        for samples, length in batches:
+            shape = {**{key: value for key, value in fit.shape.items() if key != name}, name: length}
+            found = run_fit(workload, on=fit.on, memory=int(limit), limit=samples, shapes=shape, cache=False)
+            ran = found.micro_batch or 0
+            if ran < samples:
+                break
+        else:
+            said = " and ".join(f"{counted(samples, 'sample')} of {length:,}" for samples, length in batches)
+            sampler.certified = f"{said} ran on {fit.on} within {format_bytes(limit)}" if batches else None
             return sampler
-        shape = {**{key: value for key, value in fit.shape.items() if key != name}, name: length}
-        found = run_fit(workload, on=fit.on, memory=int(limit), limit=samples, shapes=shape, cache=False)
-        if found.micro_batch is not None and found.micro_batch >= samples:
-            sampler.certified = (
-                f"the costliest batch, {counted(samples, 'sample')} of {length:,}, ran on {fit.on} within "
-                f"{format_bytes(limit)}"
-            )
-            return sampler
-        ran = found.micro_batch or 0
         # What ran is the new bound at this length, and the cost carries it to the others.
-        budget = min(float(cost.of(np.array([max(ran, 0)]), np.array([length]))[0]), budget * 0.98)
-        if budget <= cost.fixed:
+        budget = min(float(cost.of(np.array([ran]), np.array([length]))[0]), budget * 0.98)
+        if samples == 1 or budget <= cost.fixed:
             break
     raise NothingFitsError(
-        f"no budget was found under which the costliest batch runs within {format_bytes(limit)} on {fit.on}.",
+        f"no budget was found under which every batch runs within {format_bytes(limit)} on {fit.on}.",
         details=[f"the last tried: {counted(samples, 'sample')} of {length:,}"],
-        remedy="a fit over lengths up to the longest sample",
+        remedy='a fit over lengths up to the longest sample; oversize="drop" leaves out what is too long',
     )
 
 
-def costliest_batch(sampler: TokenBatchSampler) -> tuple[int, int]:
-    """Return samples and padded length of the costliest batch of an epoch; 0 where there is none."""
-    plan = sampler.planned
-    if not plan.costs.size:
-        return 0, 0
-    index = np.unravel_index(int(plan.costs.argmax()), plan.costs.shape)
-    return int(plan.sizes[index]), int(plan.longest[index])
+def extreme_batches(sampler: TokenBatchSampler) -> list[tuple[int, int]]:
+    """Return the batches that no epoch goes beyond, as samples and padded length, the costliest first.
+
+    Of the lengths there are: the one whose fullest batch costs most, the longest, the shortest, and the middle one. A
+    batch of a length has at most the samples that fit, and at most those that are no longer.
+    """
+    lengths = np.sort(sampler.planned.lengths[sampler.planned.samples, 0])
+    if not len(lengths):
+        return []
+    each, counts = np.unique(lengths, return_counts=True)
+    most = np.minimum(np.maximum(sampler.budget.most_samples(each), 1), np.cumsum(counts))
+    costliest = int(np.argmax(sampler.budget.cost.of(most, each)))
+    chosen = dict.fromkeys((costliest, len(each) - 1, len(each) // 2, 0))
+    return [(int(most[index]), int(each[index])) for index in chosen]

@@ -67,6 +67,11 @@ class Budget:
     def __post_init__(self) -> None:
         if isinstance(self.limit, bool) or not isinstance(self.limit, Real) or not 0 < float(self.limit) < math.inf:
             raise InvalidInputError(f"the budget of a batch must be above 0; received {shortened(self.limit)}.")
+        if not isinstance(self.cost, BatchCost):
+            raise InvalidInputError(
+                f"cost must be a BatchCost; received {shortened(self.cost)}.",
+                remedy="from batchwright.sampler.cost import BatchCost",
+            )
         whole_number(self.multiple_of, "multiple_of")
         if self.max_samples is not None and whole_number(self.max_samples, "max_samples") < self.multiple_of:
             raise InvalidInputError(

@@ -47,6 +47,25 @@ def read_lengths(given: Any) -> npt.NDArray[np.int64]:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
+def lengths_of(
+    given: Any, dataset: Any, progress: Callable[[str], None], remember: str | Path | None
+) -> npt.NDArray[np.int64]:
+    """Return the lengths of all samples, measured where a function was given, and check them against the dataset."""
+    if callable(given):
+        if dataset is None:
+            raise InvalidInputError(
+                "lengths is a function of a sample, and no dataset= was handed in to call it on.",
+                remedy="TokenBatchSampler(len, dataset=dataset)",
+            )
+        given = measure_lengths(given, dataset, progress, remember)
+    lengths = read_lengths(given)
+    if dataset is not None and len(dataset) != len(lengths):
+        raise InvalidInputError(
+            f"{counted(len(lengths), 'length')} for a dataset of {counted(len(dataset), 'sample')}."
+        )
+    return lengths
+
+
 def measure_lengths(
     length_of: Callable[[Any], Any], dataset: Any, progress: Callable[[str], None], remember: str | Path | None = None
 ) -> npt.NDArray[np.int64]:
@@ -75,10 +94,11 @@ def measure_lengths(
 
 def _as_array(given: Any) -> Any:
     if hasattr(given, "detach"):  # a tensor, whose package need not be imported for this
-        given = given.detach().cpu().numpy()
+        given = given.detach().cpu()
+        given = (given.double() if given.is_floating_point() else given).numpy()
     elif hasattr(given, "to_numpy"):  # a column of pandas, arrow or datasets
         given = given.to_numpy()
-    elif not isinstance(given, np.ndarray) and hasattr(given, "__getitem__") and not isinstance(given, list | tuple):
+    elif not isinstance(given, np.ndarray | list | tuple | dict | str | bytes) and hasattr(given, "__getitem__"):
         given = given[:]  # a column of datasets
     try:
         array = np.asarray(given)
@@ -86,6 +106,11 @@ def _as_array(given: Any) -> Any:
         raise InvalidInputError(
             "lengths are one number per sample, or two for each; received rows of different sizes."
         ) from None
+    if array.ndim == 0:
+        raise InvalidInputError(
+            f"lengths are one number per sample, or two for each; received {type(given).__name__}.",
+            remedy="a list, an array, a tensor, a column, or a function of a sample with dataset=",
+        )
     if array.dtype == object:
         array = _numbers(array)
     return array
@@ -104,7 +129,7 @@ def _check(array: npt.NDArray[Any]) -> None:
     is_wrong = ~((array >= 1) & (array <= LARGEST_LENGTH))
     if array.dtype.kind == "f":
         is_wrong |= array != np.floor(array)
-    # A second length may be 0: a sample without a target.
+    # One length of two may be 0: a text without an image.
     if array.shape[1] == 2:
         is_wrong &= ~(array == 0) | (array.sum(axis=1, keepdims=True) <= 0)
     wrong = np.flatnonzero(is_wrong.any(axis=1))

@@ -11,8 +11,9 @@ Promises:
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     Numbers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Packing:
     """Samples in rows; what an attention kernel needs to keep them apart is made row by row.
 
@@ -50,8 +51,16 @@ class Packing:
         """Count the rows."""
         return len(self.starts) - 1
 
-    def __getitem__(self, row: int) -> list[int]:
-        """Return the samples of a row."""
+    @overload
+    def __getitem__(self, row: int) -> list[int]: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> list[list[int]]: ...
+
+    def __getitem__(self, row: int | slice) -> list[int] | list[list[int]]:
+        """Return the samples of a row, or of each of several."""
+        if isinstance(row, slice):
+            return [self[index] for index in range(*row.indices(len(self)))]
         found: list[int] = self._samples(row).tolist()
         return found
 
@@ -71,6 +80,24 @@ class Packing:
     def waste(self) -> float:
         """The share of the rows that is left empty."""
         return 1 - float(self.lengths.sum()) / (len(self) * self.max_tokens) if len(self) else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rows as plain data."""
+        return {
+            "schema": 1,
+            "source": "formula",
+            "max_tokens": self.max_tokens,
+            "samples": len(self.samples),
+            "tokens": int(self.lengths.sum()),
+            "waste": self.waste,
+            "rows": list(self),
+        }
+
+    def __repr__(self) -> str:
+        return (
+            f"Packing({counted(len(self.samples), 'sample')} in {counted(len(self), 'row')} of {self.max_tokens:,} "
+            f"tokens, {self.waste:.2%} empty)"
+        )
 
     def _samples(self, row: int) -> Numbers:
         if not -len(self) <= row < len(self):
@@ -106,22 +133,22 @@ def _best_fit(sizes: Numbers, room: int) -> tuple[Numbers, int]:
     by_length = np.argsort(-sizes, kind="stable")
     lengths, counts = np.unique(-sizes, return_counts=True)
     rows: dict[int, list[Numbers]] = {}
-    has_room, num_rows, at = 0, 0, 0  # has_room: a bit for every room that some row has
+    rooms: list[int] = []  # the keys of rows, in order
+    num_rows = at = 0
     for length, count in zip((-lengths).tolist(), counts.tolist(), strict=True):
         samples, done = by_length[at : at + count], 0
         at += count
         while done < count:
-            tight = (has_room >> length) & -(has_room >> length)
-            if tight:
-                left = length + tight.bit_length() - 1
+            tightest = bisect_left(rooms, length)
+            if tightest < len(rooms):
+                left = rooms.pop(tightest)
                 group = np.concatenate(rows.pop(left))
-                has_room ^= 1 << left
             else:
                 left = room
                 group = num_rows + np.arange(-(-(count - done) // (room // length)))
                 num_rows += len(group)
             # The fullest row with room stays the fullest as long as it takes more of this length.
-            each = left // length
+            each = min(left // length, count - done)
             used = min(len(group), -(-(count - done) // each))
             placed = min(count - done, used * each)
             row_of[samples[done : done + placed]] = np.repeat(group[:used], each)[:placed]
@@ -133,6 +160,8 @@ def _best_fit(sizes: Numbers, room: int) -> tuple[Numbers, int]:
                 (group[used:], left),
             ):
                 if len(some) and remaining:
-                    rows.setdefault(remaining, []).append(some)
-                    has_room |= 1 << remaining
+                    if remaining not in rows:
+                        rows[remaining] = []
+                        insort(rooms, remaining)
+                    rows[remaining].append(some)
     return row_of, num_rows

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchwright.sampler.epoch_plan import EpochPlan, Mixing, plan_epoch
+from batchwright.units import whole_number
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -73,5 +74,8 @@ class EpochProgress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` stood."""
-        self.epoch = int(state["epoch"])
-        self.segments = [Segment(int(ranks), int(rounds)) for ranks, rounds in state["segments"]]
+        self.epoch = whole_number(state["epoch"], "epoch", least=0)
+        self.segments = [
+            Segment(whole_number(ranks, "ranks"), whole_number(rounds, "rounds", least=0))
+            for ranks, rounds in state["segments"]
+        ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from batchwright.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 # A DataLoader asks its sampler from a few calls up.
 _DEEPEST = 12
@@ -25,6 +25,8 @@ class Received:
         self.is_counted = False
         """Whether somebody who sees the loop counts."""
         self.is_exhausted = False
+        self.are_two_passes_open = False
+        """Whether an older pass went on after a newer one had begun, so that nobody knows where the loop stands."""
         self.will_be_counted = self._runs_ahead = False
         self._count: Callable[[int], None] | None = None
 
@@ -55,6 +57,11 @@ class Received:
 
     def check(self) -> None:
         """Refuse to tell what nobody counts."""
+        if self.are_two_passes_open:
+            raise InvalidInputError(
+                "two passes over the sampler are open at once, and it cannot tell which is the training's.",
+                remedy="a sampler of its own for each",
+            )
         if self.is_uncounted and not self.is_exhausted:
             raise InvalidInputError(
                 "the DataLoader's workers draw batches ahead of the loop, or accelerate does, and nobody counts those "
@@ -63,16 +70,31 @@ class Received:
             )
 
 
+def refuse_second_sharding() -> None:
+    """Refuse to be sharded by accelerate: these batches are one rank's already, and ranks would lose most of them."""
+    if any(type(asking).__name__ == "BatchSamplerShard" for asking in _who_asks()):
+        raise InvalidInputError(
+            "accelerate shards this sampler's batches once more, though they are one rank's already.",
+            remedy="batchwright.integrations.token_batches.prepare_loader(accelerator, loader) in place of "
+            "accelerator.prepare(loader)",
+        )
+
+
 def _reads_ahead() -> bool:
-    """Whether whoever asks reads ahead of the loop: there is no other way to know than to look who asks."""
+    """Whether whoever asks reads ahead of the loop."""
+    # accelerate's loaders look for the end of an epoch one batch ahead.
+    return any(
+        type(asking).__name__ in ("DataLoaderShard", "DataLoaderDispatcher")
+        or bool(getattr(asking, "_num_workers", None))
+        for asking in _who_asks()
+    )
+
+
+def _who_asks() -> Iterator[Any]:
+    """Yield the objects whose methods are asking, the nearest first: there is no other way to know than to look."""
     for depth in range(2, _DEEPEST):
         try:
             frame = sys._getframe(depth)
         except ValueError:
-            return False
-        asking: Any = frame.f_locals.get("self")
-        name = type(asking).__name__
-        # accelerate's loaders look for the end of an epoch one batch ahead.
-        if name in ("DataLoaderShard", "DataLoaderDispatcher") or bool(getattr(asking, "_num_workers", None)):
-            return True
-    return False
+            return
+        yield frame.f_locals.get("self")

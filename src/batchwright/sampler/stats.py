@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from batchwright.sampler.epoch_plan import EpochPlan
+    from batchwright.sampler.oversize import Usable
 
 # Pairs are counted among the samples of some batches: enough for three digits.
 _MOST_SAMPLES = 1_000_000
@@ -46,6 +47,8 @@ class SamplerStats:
     """Samples over the budget on their own, left out."""
     single: int
     """Samples over the budget on their own, each a batch by itself."""
+    off_multiple: int
+    """Batches whose samples are no multiple of what was asked: ends of windows, and pieces for ranks."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain data."""
@@ -61,6 +64,29 @@ class SamplerStats:
         from batchwright.report.sampler_text import stats_columns, stats_remarks, summarize_stats
 
         return table_to_html(summarize_stats(self), stats_columns(self), stats_remarks(self))
+
+
+def stats_of(plan: EpochPlan, following: EpochPlan, usable: Usable, num_windows: int) -> SamplerStats:
+    """Return what an epoch is like, beside the one after it."""
+    num_batches = int((plan.sizes > 0).sum())
+    return SamplerStats(
+        samples=len(plan.samples),
+        batches=num_batches,
+        steps=plan.rounds.number,
+        ranks=plan.rounds.starts.shape[1],
+        tokens=int(plan.tokens.sum()),
+        waste=share_of_padding(plan),
+        fill=float(plan.costs.sum()) / num_batches / float(plan.budget.limit) if num_batches else 0.0,
+        rank_idle=share_idle(plan),
+        pair_repeat=pair_repeat(plan, following, len(plan.lengths)),
+        largest_cost=float(plan.costs.max(initial=0.0)),
+        budget=float(plan.budget.limit),
+        num_windows=num_windows,
+        repeats=plan.rounds.num_repeats,
+        dropped=usable.num_dropped,
+        single=usable.num_single,
+        off_multiple=int((plan.sizes % plan.budget.multiple_of > 0).sum()),
+    )
 
 
 def share_of_padding(plan: EpochPlan) -> float:

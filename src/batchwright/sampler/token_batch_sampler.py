@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
 from batchwright.sampler.cost import BatchCost, Budget
-from batchwright.sampler.lengths import measure_lengths, read_lengths
+from batchwright.sampler.lengths import lengths_of
 from batchwright.sampler.mixing_by_waste import choose_mixing
 from batchwright.sampler.oversize import usable_samples
 from batchwright.sampler.place import place_of
 from batchwright.sampler.progress import EpochProgress
-from batchwright.sampler.received import Received
-from batchwright.sampler.stats import SamplerStats, pair_repeat, share_idle, share_of_padding
+from batchwright.sampler.received import Received, refuse_second_sharding
+from batchwright.sampler.stats import SamplerStats, stats_of
 from batchwright.sampler.step_windows import StepWindows, window_sizes
 from batchwright.units import counted, shortened, whole_number
 
@@ -66,19 +66,8 @@ class TokenBatchSampler:
         remember: str | Path | None = None,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        if callable(lengths):
-            if dataset is None:
-                raise InvalidInputError(
-                    "lengths is a function of a sample, and no dataset= was handed in to call it on.",
-                    remedy="TokenBatchSampler(len, dataset=dataset)",
-                )
-            lengths = measure_lengths(lengths, dataset, progress, remember)
-        self.lengths = read_lengths(lengths)
-        if dataset is not None and len(dataset) != len(self.lengths):
-            raise InvalidInputError(
-                f"{counted(len(self.lengths), 'length')} for a dataset of {counted(len(dataset), 'sample')}."
-            )
-        self.budget = Budget(max_tokens, cost or BatchCost(), max_samples, multiple_of)
+        self.lengths = lengths_of(lengths, dataset, progress, remember)
+        self.budget = Budget(max_tokens, BatchCost() if cost is None else cost, max_samples, multiple_of)
         self.rank, self.world_size = place_of(rank, world_size)
         self.seed = whole_number(seed, "seed", least=0)
         self._usable = usable_samples(self.lengths, self.budget, oversize)
@@ -89,7 +78,7 @@ class TokenBatchSampler:
         self._progress.begin(0, self.world_size)
         self._plan: EpochPlan | None = None
         self._received = Received()
-        self._first = 0
+        self._first = self._num_passes = 0
         self.is_resumed = False
         """Whether the next pass goes on where a state stood."""
         self._print: str | None = None
@@ -108,6 +97,12 @@ class TokenBatchSampler:
 
         return certified_sampler(cls, fit, lengths, workload, **options)
 
+    def __repr__(self) -> str:
+        return (
+            f"TokenBatchSampler({counted(len(self.lengths), 'sample')}, batches of at most {self.budget.limit:g}, "
+            f"rank {self.rank} of {self.world_size}, epoch {self.epoch})"
+        )
+
     @property
     def epoch(self) -> int:
         """The epoch that is planned."""
@@ -125,15 +120,24 @@ class TokenBatchSampler:
         return self.planned.rounds.number - self._first
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self.world_size > 1:
+            refuse_second_sharding()
         self._roll_over()
         plan = self.planned
         # A pass that was broken off is begun anew, and so is the count.
         self._progress.segments[-1].rounds = self._first
-        self._received.begin(self._count)
+        received = self._received
+        received.begin(self._count)
+        self._num_passes += 1
+        this = self._num_passes
         for index in range(self._first, plan.rounds.number):
-            self._received.drew(index + 1)
+            if this == self._num_passes:
+                received.drew(index + 1)
+            else:
+                received.are_two_passes_open = True
             yield plan.batch(index, self.rank)
-        self._received.drew_all()
+        if this == self._num_passes:
+            received.drew_all()
 
     def track(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a DataLoader over this sampler, and count those that were received."""
@@ -147,27 +151,8 @@ class TokenBatchSampler:
         return not self.planned.rounds.is_repeat(self._first + index, self.rank)
 
     def stats(self) -> SamplerStats:
-        """Return what this epoch is like, all ranks together."""
-        plan = self.planned
-        following = self._plan_of(self.epoch + 1)
-        num_batches = int((plan.sizes > 0).sum())
-        return SamplerStats(
-            samples=len(plan.samples),
-            batches=num_batches,
-            steps=plan.rounds.number,
-            ranks=self.world_size,
-            tokens=int(plan.tokens.sum()),
-            waste=share_of_padding(plan),
-            fill=float(plan.costs.sum()) / num_batches / self.budget.limit if num_batches else 0.0,
-            rank_idle=share_idle(plan),
-            pair_repeat=pair_repeat(plan, following, len(self.lengths)),
-            largest_cost=float(plan.costs.max(initial=0.0)),
-            budget=float(self.budget.limit),
-            num_windows=self._mixing.num_windows,
-            repeats=plan.rounds.num_repeats,
-            dropped=self._usable.num_dropped,
-            single=self._usable.num_single,
-        )
+        """Return what this epoch is like, all ranks together; of one that changed its ranks, what was left of it."""
+        return stats_of(self.planned, self._plan_of(self.epoch + 1), self._usable, self._mixing.num_windows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loop stands: batches that it received, not those that workers drew ahead."""
@@ -176,6 +161,9 @@ class TokenBatchSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` stood, also on another number of ranks."""
+        missing = sorted({"seed", "fingerprint", "epoch", "segments"} - set(state))
+        if missing:
+            raise InvalidInputError(f"this is no state of a TokenBatchSampler: it has no {', '.join(missing)}.")
         if state["fingerprint"] != self._fingerprint():
             raise InvalidInputError(
                 f"this state is of other samples or another budget than these {counted(len(self.lengths), 'sample')}.",
