@@ -21,6 +21,7 @@ PARTS = (
     "catalogue",
     "concepts",
     "device",
+    "simulated",
     "memory",
     "fitting",
     "accumulate",

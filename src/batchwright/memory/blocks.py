@@ -9,7 +9,7 @@ Promises:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +27,8 @@ class Block:
     part: str | None = None
     is_recomputed: bool = False
     died_in: str | None = None
+    # What the allocator of a simulated card handed out for it.
+    handle: Any = None
 
 
 @dataclass

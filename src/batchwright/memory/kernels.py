@@ -7,10 +7,11 @@ convolutions and LSTMs are asked of the kernel (`asked_kernels`); those of a few
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from batchwright.device.moments import Moment, around
 from batchwright.memory.asked_kernels import allocations_of, can_be_asked
 from batchwright.memory.attention_kernel import held_while_running
 from batchwright.memory.recurrent import layer_with_workspace
@@ -21,13 +22,6 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 
 
-class Moment(NamedTuple):
-    """One thing that happens inside an operator: a copy is made or dropped, or an output is made."""
-
-    num_bytes: int = 0
-    output: torch.Tensor | None = None
-
-
 def moments_of(func: Callable[..., Any], args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> list[Moment]:
     """What happens inside an operator, in order: each of its outputs once, and the copies around them."""
     if can_be_asked(func, args):
@@ -35,7 +29,7 @@ def moments_of(func: Callable[..., Any], args: Sequence[Any], outputs: Sequence[
     made = [Moment(output=tensor) for tensor in outputs]
     held = held_while_running(func, args)
     if held:
-        return [*made, *map(Moment, held), *(Moment(-num_bytes) for num_bytes in held)]
+        return around(list(held), made)
     if func is _aten.native_batch_norm_backward.default and _is_cpu_float(args[0]):
         # The CPU kernel normalises the input once more before it forms the gradient.
         normalised = args[1].numel() * args[1].element_size()

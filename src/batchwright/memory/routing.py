@@ -42,7 +42,7 @@ class Routing:
             raise InvalidInputError(
                 f"routing must be one of {', '.join(ASSUMPTIONS)}; received {shortened(assumption)}."
             )
-        self._assumption = assumption
+        self.assumption = assumption
         self._values = values
         # By storage: how many different values its indices take; how many choices its one-hot rows are spread over;
         # how many choices it counts, or says of which were taken.
@@ -54,8 +54,8 @@ class Routing:
     @property
     def note(self) -> str:
         """What was assumed, in words."""
-        spread = "spread evenly over the experts" if self._assumption == "balanced" else "all sent to one expert"
-        return f"routing {self._assumption}: tokens {spread}"
+        spread = "spread evenly over the experts" if self.assumption == "balanced" else "all sent to one expert"
+        return f"routing {self.assumption}: tokens {spread}"
 
     def follow(self, func: Callable[..., Any], args: Sequence[Any], outputs: Any) -> None:
         """Notice a choice being made, one-hot rows made of it, counts of those, and copies."""
@@ -109,7 +109,7 @@ class Routing:
             return None
         self.was_assumed = True
         # Of `choices` entries along one dimension one is set; a mask that lacks that dimension holds its share.
-        count = mask.numel() if self._assumption == "worst" else math.ceil(mask.numel() / choices)
+        count = mask.numel() if self.assumption == "worst" else math.ceil(mask.numel() / choices)
         return mask.new_empty((count, mask.dim()), dtype=torch.int64)
 
     def forget(self, storage_key: int) -> None:

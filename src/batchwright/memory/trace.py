@@ -24,17 +24,21 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from batchwright.memory.blocks import Block, Log
-from batchwright.memory.kernels import SHAPE_RULES, Moment, moments_of
+from batchwright.memory.kernels import SHAPE_RULES, moments_of
 from batchwright.memory.known_values import KnownValues
 from batchwright.memory.outside_tensors import OutsideTensors, part_of_outside, users_line
 from batchwright.memory.refusals import shapes_from, storage_of
 from batchwright.memory.routing import Routing
+from batchwright.simulated.backend import is_on_card
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
     from torch import nn
+
+    from batchwright.device.moments import Moment
+    from batchwright.simulated.simulated_card import SimulatedCard
 
 # Operators that do a whole computation inside one call, with memory of their own that no rule of ours covers.
 _UNSEEN_INSIDE = (
@@ -44,6 +48,16 @@ _UNSEEN_INSIDE = (
     *(f"aten.linalg_{name}" for name in ("qr", "eig", "lu", "cholesky", "inv", "lstsq", "ldl", "householder")),
     "aten._fft_",
 )
+
+
+class _Host:
+    """The kernels of the CPU."""
+
+    moments_of = staticmethod(moments_of)
+
+
+_HOST = _Host()
+_COPY = torch.ops.aten._to_copy.default
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _IN_PLACE: dict[Any, Callable[..., Any]] = {torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src}
 
@@ -51,8 +65,9 @@ _IN_PLACE: dict[Any, Callable[..., Any]] = {torch.ops.aten.scatter.src: torch.op
 class Trace(TorchDispatchMode):
     """The mode that sees every operator and keeps the log."""
 
-    def __init__(self, *, routing: str = "balanced") -> None:
+    def __init__(self, *, routing: str = "balanced", card: SimulatedCard | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.card = card
         self.log = Log()
         self.notes: dict[str, None] = {}
         self.values = KnownValues()
@@ -61,6 +76,7 @@ class Trace(TorchDispatchMode):
         # Whether an operator ran whose own memory is not seen: then the peak is a lower bound.
         self.hides_memory = False
         self._alive: dict[int, Block] = {}
+        self._on_host: set[int] = set()
         self._modules: list[str] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -126,7 +142,17 @@ class Trace(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operator on fake tensors and note the storages it made."""
-        kwargs = kwargs or {}
+        if self.card is None:
+            return self._run(func, args, kwargs or {})
+        # Whatever asks a tensor for its device from here on must hear the truth, not that it is on a GPU.
+        with torch._C.DisableTorchFunction():
+            if func is _COPY and isinstance(args[0], FakeTensor):
+                # Fake tensors compute with small constants for real, and on the card there is nothing to compute with.
+                args[0].constant = None
+            self._library_takes(self.card.workspaces_for(func, self.log.phase))
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if func is _READ_SCALAR:
             return self._read_scalar(func, args[0])
         if self._modules:
@@ -142,13 +168,14 @@ class Trace(TorchDispatchMode):
         if outputs is None:
             outputs = self.routing.answer(func, args)
         if outputs is None:
-            outputs = shapes_from(SHAPE_RULES.get(func, func), func, args, kwargs)
+            rule = SHAPE_RULES.get(func, func) if self.card is None else func
+            outputs = shapes_from(rule, func, args, kwargs)
         operator = str(func).removesuffix(".default")
         if operator.startswith(_UNSEEN_INSIDE):
             self.hides_memory = True
             self.notes[f"what {operator} holds while it runs is not seen: the peak may be higher"] = None
         made = [tensor for tensor in tree_iter(outputs) if isinstance(tensor, torch.Tensor)]
-        self._see_made(moments_of(func, args, made), operator)
+        self._see_made((self.card or _HOST).moments_of(func, args, made), operator)
         self.values.follow(func, args, kwargs, outputs)
         self.routing.follow(func, args, outputs)
         return outputs
@@ -172,14 +199,28 @@ class Trace(TorchDispatchMode):
             elif num_bytes < 0 and copies.get(-num_bytes):
                 self._died(copies[-num_bytes].pop())
 
+    def _library_takes(self, num_bytes: int) -> None:
+        if num_bytes:
+            block = Block(num_bytes, self.log.phase, "", "cuBLAS", (), "workspaces")
+            self.log.changes.append((block, num_bytes))
+
     def _see(self, tensor: torch.Tensor, operator: str) -> None:
         storage = storage_of(tensor, operator)
         key, num_bytes = storage._cdata, storage.nbytes()
+        if self.card is not None and not is_on_card(tensor):
+            # The host's memory is another question; but its values may be known, and must be forgotten in time.
+            if key not in self._on_host:
+                self._on_host.add(key)
+                weakref.finalize(storage, self._storage_died, key)
+            return
         block = self._alive.get(key)
         if block is not None:
             if num_bytes != block.num_bytes:
                 self.log.changes.append((block, num_bytes - block.num_bytes))
                 block.num_bytes = num_bytes
+                if self.card is not None:
+                    before, block.handle = block.handle, self.card.malloc(num_bytes)
+                    self.card.free(before)
             return
         if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
             self.notes["some tensors are real: what they hold was counted, but was also allocated"] = None
@@ -199,19 +240,24 @@ class Trace(TorchDispatchMode):
         block = Block(
             num_bytes, phase, module, operator, shape, part, is_recomputed=in_backward and bool(self._modules)
         )
+        if self.card is not None:
+            block.handle = self.card.malloc(num_bytes)
         self.log.changes.append((block, num_bytes))
         return block
 
     def _died(self, block: Block) -> None:
         block.died_in = self.log.phase
         self.log.changes.append((block, -block.num_bytes))
+        if self.card is not None:
+            self.card.free(block.handle)
 
     def _storage_died(self, key: int) -> None:
         block = self._alive.pop(key, None)
         if block is not None:
             self._died(block)
-            self.values.forget(key)
-            self.routing.forget(key)
+        self._on_host.discard(key)
+        self.values.forget(key)
+        self.routing.forget(key)
 
     def _read_scalar(self, func: Callable[..., Any], tensor: torch.Tensor) -> Any:
         value = self.values.read(tensor)

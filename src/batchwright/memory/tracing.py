@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 import traceback
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from batchwright.memory.fake_model import build_skeleton, fake_copy
 from batchwright.memory.outside_tensors import users_line
 from batchwright.memory.refusals import TORCHS_OWN, NotFollowedError, place_in_torch, values_stay_inside
 from batchwright.memory.trace import Trace
+from batchwright.simulated.redirected_calls import RedirectedCalls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from batchwright.memory.blocks import Log
+    from batchwright.simulated.simulated_card import SimulatedCard
     from batchwright.workload import Workload
 
 
@@ -55,12 +57,32 @@ def trace_workload(
     accumulation: int = 1,
     clip_norm: float | None = None,
     routing: str = "balanced",
+    card: SimulatedCard | None = None,
 ) -> Traced:
-    """Trace full steps at one size."""
-    device = torch.device("cpu")
-    skeleton, notes = build_skeleton(workload)
+    """Trace full steps at one size, on the CPU or on a simulated card."""
+    if card is None:
+        return _trace_on(
+            torch.device("cpu"), workload, micro_batch, shape, steps, accumulation, clip_norm, Trace(routing=routing)
+        )
+    with card.running() as device:
+        return _trace_on(
+            device, workload, micro_batch, shape, steps, accumulation, clip_norm, Trace(routing=routing, card=card)
+        )
+
+
+def _trace_on(
+    device: torch.device,
+    workload: Workload,
+    micro_batch: int,
+    shape: Mapping[str, Any] | None,
+    steps: int,
+    accumulation: int,
+    clip_norm: float | None,
+    trace: Trace,
+) -> Traced:
+    with RedirectedCalls(torch.device("meta")) if trace.card is not None else nullcontext():
+        skeleton, notes = build_skeleton(workload)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    trace = Trace(routing=routing)
 
     def build(_: Workload, __: torch.device) -> nn.Module:
         model = fake_copy(skeleton, mode, device)
@@ -80,6 +102,8 @@ def trace_workload(
         stack.enter_context(values_stay_inside())
         stack.enter_context(mode)
         stack.enter_context(trace)
+        if trace.card is not None:
+            stack.enter_context(RedirectedCalls(device))
         try:
             run_probe(
                 watched,
@@ -103,7 +127,8 @@ def trace_workload(
         notes.append("single random numbers were taken as 1, so that layerdrop skips no layer")
     if trace.routing.was_assumed:
         notes.append(trace.routing.note)
-    return Traced(trace.log, (*notes, *trace.notes), routing if trace.routing.was_assumed else None, trace.hides_memory)
+    routing = trace.routing.assumption if trace.routing.was_assumed else None
+    return Traced(trace.log, (*notes, *trace.notes), routing, trace.hides_memory)
 
 
 def check_batches(workload: Workload, shape: Mapping[str, Any]) -> None:

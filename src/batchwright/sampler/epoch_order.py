@@ -113,9 +113,13 @@ def _sorted(
 def _cut(padded: Numbers, budget: Budget, ends: Numbers) -> Numbers:
     """Walk all groups at once, each from batch to batch, and return where batches start."""
     at, stops, found = np.concatenate(([0], ends[:-1])), ends, []
+    # How many fit is looked up: by length where there are fewer lengths than samples, else by sample.
+    longest = int(padded.max())
+    by_length = longest < len(padded)
+    most = np.maximum(budget.most_samples(np.arange(1, longest + 1) if by_length else padded), 1)
     while len(at):
         found.append(at)
-        at = at + np.maximum(budget.most_samples(padded[at]), 1)
+        at = at + (most[padded[at] - 1] if by_length else most[at])
         is_left = at < stops
         at, stops = at[is_left], stops[is_left]
     return np.sort(np.concatenate(found))

@@ -1,0 +1,102 @@
+"""A device that does not exist, known to torch by name, on which fake tensors behave as on a GPU.
+
+torch lets one further backend be registered per process. Fake tensors on it take the paths of a GPU (dropout keeps a
+mask of bytes, optimizers their multi-tensor form), and no kernel is ever run.
+
+Promises:
+- registered once, when first asked for, and announced as available only while a card is simulated;
+- works in a process that has trained on the CPU before: backward runs in the calling thread.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from batchwright.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NAME = "simulated_gpu"
+_UNUSED = "privateuseone"
+
+
+class _Switch:
+    """Whether a card is being simulated just now."""
+
+    is_on = False
+
+
+class _Module:
+    """What torch asks of a backend's module."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return _Switch.is_on
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return int(_Switch.is_on)
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+
+def simulated_device() -> torch.device:
+    """Return the device, registered where it was not yet."""
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken == _UNUSED:
+        _register()
+    elif taken != NAME:
+        raise InvalidInputError(
+            f"no card can be simulated in this process: torch's one place for a further device is taken by {taken!r}.",
+            remedy=f"run batchwright in a process that does not import what registers {taken!r}",
+        )
+    return torch.device(NAME, 0)
+
+
+def _register() -> None:
+    class Hook(torch._C._acc.PrivateUse1Hooks):
+        def is_available(self) -> bool:
+            return _Switch.is_on
+
+        def has_primary_context(self, _: int) -> bool:
+            return _Switch.is_on
+
+        def is_built(self) -> bool:
+            return True
+
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_Module(), hook=Hook())
+
+
+@contextmanager
+def switched_on() -> Iterator[torch.device]:
+    """Announce the device, and run backward in the calling thread: torch may have counted its devices before."""
+    device = simulated_device()
+    before, _Switch.is_on = _Switch.is_on, True
+    multithreading: Any = torch.autograd.set_multithreading_enabled(False)
+    try:
+        with multithreading:
+            yield device
+    finally:
+        _Switch.is_on = before
+
+
+def is_on_card(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies on the simulated card; `tensor.device` says cuda there, and a fake storage is on meta."""
+    device: torch.device | None = getattr(tensor, "fake_device", None)
+    return device is not None and device.type == NAME

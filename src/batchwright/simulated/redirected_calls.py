@@ -1,0 +1,73 @@
+"""A step that names `cuda` runs on the simulated card: every call of torch that takes a device is led there.
+
+Promises:
+- `device="cuda"`, `.cuda()`, `.to("cuda")`, `.to(0)` and `torch.device("cuda")` as a context lead to the target;
+- a tensor on the card says of itself what one on a GPU says: `is_cuda`, `device` is `cuda:0`;
+- `torch.tensor(..., device="cuda")`, which escapes fake tensors, is made on the host and moved.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from batchwright.simulated.backend import NAME, is_on_card
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_SEEN_AS = torch.device("cuda", 0)
+_DEVICE = torch.Tensor.device.__get__
+_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+_GET_DEVICE = torch.Tensor.get_device
+_FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
+_PINNED = (torch.Tensor.pin_memory, torch.Tensor.is_pinned)
+_MOVES_ARGUMENTS = (torch.Tensor.to, torch.Tensor.new_tensor)
+_GPU = ("cuda", NAME)
+
+
+class RedirectedCalls(TorchFunctionMode):
+    """Leads calls that name a GPU to `target`: the simulated card, or meta while a model is built."""
+
+    def __init__(self, target: torch.device) -> None:
+        super().__init__()
+        self.target = target
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one call of torch, its devices exchanged."""
+        kwargs = kwargs or {}
+        if func is _DEVICE:
+            return _SEEN_AS if is_on_card(args[0]) else func(*args)
+        if func is _IS_CUDA:
+            return is_on_card(args[0])
+        if func is _GET_DEVICE:
+            return 0 if is_on_card(args[0]) else func(*args)
+        if func in _PINNED:
+            # Pinned memory is the host's: nothing of it is on the card.
+            return args[0] if func is torch.Tensor.pin_memory else True
+        if func is torch.Tensor.cuda:
+            return args[0].to(self.target)
+        args = tuple(self._led(value) for value in args)
+        kwargs = {name: self._led(value) for name, value in kwargs.items() if name != "pin_memory"}
+        if func in _MOVES_ARGUMENTS and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], self.target, *args[2:])
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = self.target
+        if kwargs.get("generator") is not None and kwargs["generator"].device.type != "cpu":
+            del kwargs["generator"]
+        if func in _FROM_VALUES and kwargs.get("device") is not None:
+            device = kwargs.pop("device")
+            made = func(*args, **kwargs, device="cpu")
+            return made.to(device)
+        return func(*args, **kwargs)
+
+    def _led(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return self.target if value.type in _GPU else value
+        if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
+            return self.target
+        return value

@@ -1,0 +1,151 @@
+"""What `torch.cuda` answers while a card is simulated: there is one, it is this one, and so much of it is taken.
+
+Promises:
+- questions (is there one, its name, its generation, what is taken) are answered for the simulated card;
+- what only orders work in time (streams, events, synchronize) does nothing, what cannot be simulated (graphs) is
+  refused;
+- torch is as it was afterwards.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import import_module
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from batchwright.errors import CannotTraceError
+from batchwright.simulated.autocast import forget_casts
+from batchwright.simulated.backend import NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from batchwright.catalogue.gpus import Card
+    from batchwright.simulated.caching_allocator import CachingAllocator
+
+_FIRST_WITH_BFLOAT16 = (8, 0)
+
+
+class _InOrder:
+    """A stream or an event: there is only one order of things here."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.cuda_stream = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: True if name == "query" else 0.0 if name == "elapsed_time" else None
+
+    def __enter__(self) -> _InOrder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def answers(card: Card, allocator: CachingAllocator) -> dict[str, Any]:
+    """Return what each name of `torch.cuda` stands for."""
+    stats = allocator.stats
+    major, minor = card.capability
+    properties = SimpleNamespace(
+        name=card.product,
+        total_memory=card.total_bytes,
+        major=major,
+        minor=minor,
+        multi_processor_count=card.num_sms,
+        gcnArchName="",
+    )
+    nothing = ("synchronize", "set_device", "manual_seed", "manual_seed_all", "seed", "seed_all", "init", "_lazy_init")
+    return {
+        **dict.fromkeys((*nothing, "ipc_collect", "set_stream", "set_rng_state"), _nothing),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "is_bf16_supported": lambda including_emulation=True: (
+            including_emulation or (major, minor) >= _FIRST_WITH_BFLOAT16
+        ),
+        "get_device_name": lambda device=None: card.product,
+        "get_device_capability": lambda device=None: (major, minor),
+        "get_device_properties": lambda device=None: properties,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "mem_get_info": lambda device=None: (allocator.free_on_card, card.total_bytes),
+        "memory_allocated": lambda device=None: stats.allocated.current,
+        "max_memory_allocated": lambda device=None: stats.allocated.peak,
+        "memory_reserved": lambda device=None: stats.reserved.current,
+        "max_memory_reserved": lambda device=None: stats.reserved.peak,
+        "memory_stats": lambda device=None: _memory_stats(allocator),
+        "reset_peak_memory_stats": lambda device=None: allocator.reset_peaks(),
+        "empty_cache": allocator.empty_cache,
+        "Stream": _InOrder,
+        "Event": _InOrder,
+        "stream": lambda stream: nullcontext(),
+        "device": lambda device: nullcontext(),
+        "current_stream": lambda device=None: _InOrder(),
+        "default_stream": lambda device=None: _InOrder(),
+        "CUDAGraph": _refuse_graphs,
+        "graph": _refuse_graphs,
+        "make_graphed_callables": _refuse_graphs,
+    }
+
+
+@contextmanager
+def answering_for(card: Card, allocator: CachingAllocator) -> Iterator[None]:
+    """Have torch answer for a card, and take it all back in the end."""
+    with ExitStack() as stack:
+        for name, answer in answers(card, allocator).items():
+            stack.enter_context(patch.object(torch.cuda, name, answer))
+        # Where mixed precision is asked about CUDA, the simulated device is meant.
+        for name in ("set_autocast_enabled", "is_autocast_enabled", "set_autocast_dtype", "get_autocast_dtype"):
+            stack.enter_context(patch.object(torch, name, _meaning_the_card(getattr(torch, name))))
+        stack.enter_context(patch.object(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype(NAME)))
+        stack.enter_context(patch.object(torch, "clear_autocast_cache", _clear_both(torch.clear_autocast_cache)))
+        # Optimizers take their multi-tensor form only for tensors of types they list.
+        for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+            module: Any = import_module(name)
+            types = [*module._foreach_supported_types, FakeTensor]
+            stack.enter_context(patch.object(module, "_foreach_supported_types", types))
+        stack.callback(forget_casts)
+        yield
+
+
+def _meaning_the_card(asked: Callable[..., Any]) -> Callable[..., Any]:
+    def ask(device_type: Any = "cuda", *args: Any) -> Any:
+        if isinstance(device_type, bool):  # the old form: set_autocast_enabled(True)
+            return asked(NAME, device_type)
+        return asked(NAME if device_type == "cuda" else device_type, *args)
+
+    return ask
+
+
+def _clear_both(clear: Callable[[], None]) -> Callable[[], None]:
+    def clear_both() -> None:
+        forget_casts()
+        clear()
+
+    return clear_both
+
+
+def _memory_stats(allocator: CachingAllocator) -> dict[str, int]:
+    found = {}
+    for name in ("allocated", "reserved", "active", "requested"):
+        counter = getattr(allocator.stats, name)
+        found[f"{name}_bytes.all.current"], found[f"{name}_bytes.all.peak"] = counter.current, counter.peak
+    return found
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _refuse_graphs(*_: Any, **__: Any) -> None:
+    raise CannotTraceError(
+        "the step records a CUDA graph, whose memory pools of its own are not simulated.",
+        remedy="estimate the step without graphs; a graph keeps what it uses beside the rest",
+    )
