@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import batchwright as bw
 from batchwright.errors import InvalidInputError
 from batchwright.sampler.cost import BatchCost
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.parametrize("given", [None, 5, (n for n in (1, 2)), {"a": 1}, {1, 2}, "12"])
@@ -79,3 +85,69 @@ def test_a_sampler_says_what_it_is() -> None:
 def test_batches_off_the_multiple_are_counted() -> None:
     stats = bw.TokenBatchSampler([5] * 21, 40, multiple_of=4).stats()
     assert stats.off_multiple == 1
+
+
+def test_workers_that_drew_everything_have_no_state_either() -> None:
+    sampler = bw.TokenBatchSampler([3, 4, 5, 6], 6)
+    loader: Any = DataLoader([3, 4, 5, 6], batch_sampler=sampler, num_workers=1)  # type: ignore[arg-type]
+    assert len(list(loader)) == len(sampler)
+    with pytest.raises(InvalidInputError, match="nobody counts"):
+        sampler.state_dict()
+
+
+def test_an_epoch_begun_in_the_middle_of_a_pass_starts_at_its_beginning() -> None:
+    sampler = bw.TokenBatchSampler([3, 4, 5, 6], 6)
+    going = iter(sampler)
+    next(going)
+    sampler.set_epoch(1)
+    next(going)
+    assert sampler.state_dict()["segments"] == [[1, 0]]
+
+
+def test_numbers_of_numpy_are_plain_in_a_state() -> None:
+    place: dict[str, Any] = {"max_tokens": np.int64(10), "rank": np.int64(0), "world_size": np.int64(1)}
+    sampler, epoch = bw.TokenBatchSampler([3, 4, 5], **place), np.int64(3)
+    sampler.set_epoch(epoch)  # type: ignore[arg-type]
+    state = json.loads(json.dumps(sampler.state_dict()))
+    bw.TokenBatchSampler([3, 4, 5], 10.0, rank=0, world_size=1).load_state_dict(state)
+
+
+def test_what_is_left_of_nothing_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="every one costs more"):
+        bw.TokenBatchSampler([100, 200], 50, oversize="drop")
+    with pytest.raises(InvalidInputError, match="no state"):
+        bw.TokenBatchSampler([3], 10).load_state_dict(None)  # type: ignore[arg-type]
+
+
+def test_a_damaged_file_of_lengths_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.npy"
+    file.write_bytes(b"")
+    with pytest.raises(InvalidInputError, match=r"lengths\.npy' holds no lengths"):
+        bw.TokenBatchSampler(len, 10, dataset=["a", "bc"], remember=file)
+    with pytest.raises(InvalidInputError, match="no such folder"):
+        bw.TokenBatchSampler(len, 10, dataset=["a", "bc"], remember=tmp_path / "missing" / "lengths.npy")
+    with pytest.raises(InvalidInputError, match="these lengths are given"):
+        bw.TokenBatchSampler([1, 2], 10, remember=file)
+
+
+@pytest.mark.parametrize("wrap", [lambda s, loader: s.track(loader), lambda s, loader: Bar(loader)])
+def test_an_accumulator_counts_once_whatever_is_around_the_loader(wrap: Any) -> None:
+    sampler = bw.TokenBatchSampler([3] * 40, 6)
+    model = torch.nn.Linear(1, 1)
+    accumulator = bw.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation=4)
+    loader: Any = DataLoader(torch.ones(40, 1), batch_sampler=sampler)  # type: ignore[arg-type]
+    for done, batch in enumerate(accumulator.micro_batches(wrap(sampler, loader)), 1):
+        accumulator.backward(model(batch).mean())
+        if done == 8:
+            break
+    assert sampler.state_dict()["segments"] == [[1, 8]]
+
+
+class Bar:
+    """As tqdm's: holds what it shows the progress of."""
+
+    def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
+
+    def __iter__(self) -> Any:
+        return iter(self.iterable)

@@ -186,7 +186,7 @@ class Accumulator:
         """
         self._windows.check_closed(remedy="accumulator.flush() steps with what is there")
         self._weight = weight
-        counting = CountingSampler.of(loader)
+        counting, loader = CountingSampler.of(loader)
         skip = self._windows.begin_epoch(sampler_resumes=counting.resumes())
         reader = ReadAhead(loader, weight, skip=skip, is_counted=counting.is_counted)
         yield from self._windows.yielded(reader, counting)

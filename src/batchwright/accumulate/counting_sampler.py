@@ -14,19 +14,24 @@ class CountingSampler:
     _told: int = 0
 
     @staticmethod
-    def of(loader: Any) -> CountingSampler:
-        """Find the sampler: the loader itself, the batch sampler of a DataLoader, or one that accelerate has wrapped.
+    def of(loader: Any) -> tuple[CountingSampler, Any]:
+        """Find the sampler, and what to iterate: a bar around a loader is looked through, a counting one unwrapped.
 
-        >>> CountingSampler.of([1, 2]).resumes()
+        The sampler is the loader itself, the batch sampler of a DataLoader, or one that accelerate has wrapped.
+
+        >>> CountingSampler.of([1, 2])[0].resumes()
         False
         """
-        inner = getattr(loader, "batch_sampler", None)
-        candidates: tuple[Any, ...] = (loader, inner, getattr(inner, "batch_sampler", None))
+        # tqdm and its like hold what they show the progress of as `iterable`.
+        shown = getattr(loader, "iterable", loader)
+        inner = getattr(shown, "batch_sampler", None)
+        candidates: tuple[Any, ...] = (shown, inner, getattr(inner, "batch_sampler", None))
         for candidate in candidates:
             if hasattr(candidate, "count_received"):
                 candidate.expect_counts()
-                return CountingSampler(candidate)
-        return CountingSampler()
+                # One that counts by itself would count everything twice.
+                return CountingSampler(candidate), getattr(shown, "loader", loader) if inner is candidate else loader
+        return CountingSampler(), loader
 
     def resumes(self) -> bool:
         """Whether the sampler itself goes on where a state stood; asked once for each pass."""

@@ -29,21 +29,32 @@ def prepare_loader(accelerator: Any, loader: Any) -> Any:
             stacklevel=2,
         )
     prepared = accelerator.prepare_data_loader(loader)
+    if type(prepared).__name__ == "DataLoaderDispatcher":
+        raise InvalidInputError(
+            "dispatch_batches=True reads one rank's batches and deals them out, but each rank's sampler has its own.",
+            remedy="DataLoaderConfiguration(dispatch_batches=False)",
+        )
     for one in (prepared, getattr(prepared, "base_dataloader", None)):
         if one is not None and getattr(one.batch_sampler, "batch_sampler", None) is sampler:
             # A DataLoader lets nobody exchange its sampler; nothing has been drawn from it yet.
             object.__setattr__(one, "batch_sampler", sampler)
-    # accelerate's own looks for a sampler within the batch sampler, and finds none here.
-    prepared.set_epoch = sampler.set_epoch
+    prepared.set_epoch = partial(_set_epoch, prepared, sampler)
     return prepared
+
+
+def _set_epoch(prepared: Any, sampler: TokenBatchSampler, epoch: int) -> None:
+    """Turn to an epoch; accelerate counts the passes of its loader from 0, and a state that was loaded knows better."""
+    if sampler.is_resumed:
+        epoch = max(epoch, sampler.epoch)
+    prepared.iteration = epoch
+    sampler.set_epoch(epoch)
 
 
 def use_batch_sampler(trainer: Any, sampler: TokenBatchSampler) -> None:
     """Have a transformers Trainer take its training batches from a `TokenBatchSampler`.
 
     Its per_device_train_batch_size has no say any more. A run that is resumed from a checkpoint skips what it has seen
-    by itself, as with any other sampler. The Trainer counts the steps of all epochs by the first, and epochs differ by
-    a few batches: the last one may end as many early.
+    by itself, as with any other sampler.
     """
     if len(trainer.train_dataset) != len(sampler.lengths):
         raise InvalidInputError(

@@ -42,6 +42,8 @@ def stats_remarks(stats: SamplerStats) -> Iterator[str]:
         f"{counted(stats.tokens, 'token')} on {counted(stats.ranks, 'rank')}, "
         f"shuffled over {counted(stats.num_windows, 'window')}."
     )
+    if stats.num_windows == 1 and stats.batches > 1:
+        yield "one window: samples are sorted, and meet nearly the same ones in every epoch (waste= allows no more)."
     if stats.dropped:
         yield f"{counted(stats.dropped, 'sample')} over the budget by itself, left out."
     if stats.single:

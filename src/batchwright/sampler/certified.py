@@ -10,6 +10,7 @@ from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.fitting.fit import fit as run_fit
 from batchwright.sampler.fitted_cost import fitted_cost, length_name
 from batchwright.sampler.lengths import lengths_of
+from batchwright.sampler.place import place_of
 from batchwright.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def certified_sampler(
     if table.shape[1] == 2:
         raise InvalidInputError("from_fit knows one length per sample, the one its fit varied; these have two.")
     name, (cost, limit) = length_name(fit), fitted_cost(fit)
+    place = place_of(options.get("rank"), options.get("world_size"))
     budget = limit
     for _ in range(_MOST_TRIES):
         sampler = make(table, budget, cost=cost, **options)
@@ -47,6 +49,7 @@ def certified_sampler(
             if ran < samples:
                 break
         else:
+            check_that_ranks_agree(budget, place)
             said = " and ".join(f"{counted(samples, 'sample')} of {length:,}" for samples, length in batches)
             sampler.certified = f"{said} ran on {fit.on} within {format_bytes(limit)}" if batches else None
             return sampler
@@ -59,6 +62,21 @@ def certified_sampler(
         details=[f"the last tried: {counted(samples, 'sample')} of {length:,}"],
         remedy='a fit over lengths up to the longest sample; oversize="drop" leaves out what is too long',
     )
+
+
+def check_that_ranks_agree(budget: float, place: tuple[int, int]) -> None:
+    """Refuse budgets that differ between ranks: each would deal other batches, and samples would be lost."""
+    import torch.distributed as dist
+
+    if place[1] == 1 or not (dist.is_available() and dist.is_initialized()):
+        return
+    budgets: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(budgets, budget)
+    if len(set(budgets)) > 1:
+        told = ", ".join(format_bytes(one) for one in budgets)
+        raise InvalidInputError(
+            f"ranks have measured different budgets: {told}.", remedy="one fit, handed to all ranks, and its smallest"
+        )
 
 
 def extreme_batches(sampler: TokenBatchSampler) -> list[tuple[int, int]]:

@@ -66,7 +66,10 @@ class Budget:
 
     def __post_init__(self) -> None:
         if isinstance(self.limit, bool) or not isinstance(self.limit, Real) or not 0 < float(self.limit) < math.inf:
-            raise InvalidInputError(f"the budget of a batch must be above 0; received {shortened(self.limit)}.")
+            raise InvalidInputError(
+                f"the budget of a batch must be a number above 0, of tokens or of its cost; received "
+                f"{shortened(self.limit)}."
+            )
         if not isinstance(self.cost, BatchCost):
             raise InvalidInputError(
                 f"cost must be a BatchCost; received {shortened(self.cost)}.",

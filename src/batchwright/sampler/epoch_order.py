@@ -36,6 +36,15 @@ class CutOrder:
     starts: Numbers
     longest: Numbers
     """Tokens that each batch is padded to."""
+    padded: Numbers
+    """Tokens of each sample, both lengths together, in this order."""
+
+    def padded_to(self, starts: Numbers, stops: Numbers) -> Numbers:
+        """Return what parts of batches are padded to: their longest sample; of two lengths, about that."""
+        if not len(starts):
+            return np.zeros(0, np.int64)
+        edges = np.stack([starts, np.minimum(stops, len(self.padded) - 1)], axis=1).ravel()
+        return np.maximum(np.maximum.reduceat(self.padded, edges)[::2], self.padded[stops - 1])
 
     @property
     def stops(self) -> Numbers:
@@ -59,7 +68,8 @@ def cut_in_windows(
     """
     number = len(lengths)
     if number == 0:
-        return CutOrder(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        nothing = np.zeros(0, np.int64)
+        return CutOrder(np.zeros(0, np.int32), nothing, nothing, nothing)
     has_two = lengths.shape[1] == 2
     if has_two and np.ptp(lengths[:, 1]) > np.ptp(lengths[:, 0]):
         lengths = lengths[:, ::-1]  # sorted by the one that differs more
@@ -69,13 +79,10 @@ def cut_in_windows(
     order, padded, ends = _sorted(lengths[:, 0], groups, num_windows * num_classes, rng)
     if not has_two:
         starts = _cut(padded, budget, ends)
-        return CutOrder(order, starts, padded[starts])
-    # The second length of a batch is at most the longest of its group: a bound, so the budget holds.
-    begins = np.concatenate(([0], ends[:-1]))
+        return CutOrder(order, starts, padded[starts], padded)
     second = lengths[order, 1]
-    bound = np.repeat(np.maximum.reduceat(second, begins), np.diff(np.append(begins, number)))
-    starts = _cut(padded + bound, budget, ends)
-    return CutOrder(order, starts, padded[starts] + np.maximum.reduceat(second, starts))
+    starts = _cut_by_two(padded, second, budget, ends)
+    return CutOrder(order, starts, padded[starts] + np.maximum.reduceat(second, starts), padded + second)
 
 
 def _sorted(
@@ -122,6 +129,37 @@ def _cut(padded: Numbers, budget: Budget, ends: Numbers) -> Numbers:
         at = at + (most[padded[at] - 1] if by_length else most[at])
         is_left = at < stops
         at, stops = at[is_left], stops[is_left]
+    return np.sort(np.concatenate(found))
+
+
+def _cut_by_two(first: Numbers, second: Numbers, budget: Budget, ends: Numbers) -> Numbers:
+    """The same for samples of two lengths, sorted by the first: how far a batch goes depends on what it meets.
+
+    The longest second length of a stretch bounds that of a batch within it. So each batch begins with what its whole
+    group allows, is tried at stretches that double, and takes the most samples that some stretch allows.
+    """
+    at, stops, found = np.concatenate(([0], ends[:-1])), ends, []
+    bound = np.maximum.reduceat(second, at)
+    while len(at):
+        found.append(at)
+        best = np.minimum(np.maximum(budget.most_samples(first[at] + bound), 1), stops - at)
+        reach = 2 * best
+        open_ones = np.arange(len(at))
+        while len(open_ones):
+            begin, end = at[open_ones], np.minimum(at[open_ones] + reach[open_ones], stops[open_ones])
+            edges = np.stack([begin, np.minimum(end, len(second) - 1)], axis=1).ravel()
+            longest = np.maximum(np.maximum.reduceat(second, edges)[::2], second[end - 1])
+            most = np.minimum(budget.most_samples(first[begin] + longest), end - begin)
+            best[open_ones] = np.maximum(best[open_ones], most)
+            # A stretch that is not full, and not the end, may be longer.
+            goes_on = (most == end - begin) & (end < stops[open_ones])
+            open_ones = open_ones[goes_on]
+            reach[open_ones] *= 2
+        if budget.multiple_of > 1:
+            best -= np.where(best >= budget.multiple_of, best % budget.multiple_of, 0)
+        at = at + best
+        is_left = at < stops
+        at, stops, bound = at[is_left], stops[is_left], bound[is_left]
     return np.sort(np.concatenate(found))
 
 

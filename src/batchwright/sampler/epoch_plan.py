@@ -7,13 +7,14 @@ Promises:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batchwright.sampler.epoch_order import cut_in_windows
+from batchwright.sampler.epoch_order import CutOrder, cut_in_windows
 from batchwright.sampler.rounds import Rounds, deal
 
 if TYPE_CHECKING:
@@ -97,25 +98,43 @@ class EpochPlan:
         return found.reshape(shape) * self._real
 
 
-def plan_epoch(
+def rounds_of_every_epoch(first_batches: int, mixing: Mixing, ranks: int) -> int:
+    """Return the rounds of every epoch: those of the first, and some to spare, so that the others do not need more.
+
+    A Trainer and Lightning take the length of one epoch for all. Windows differ in their samples from epoch to epoch,
+    and so in their batches, by about one in two or three.
+    """
+    return -(-(first_batches + math.ceil(2 * math.sqrt(mixing.num_windows - 1))) // ranks)
+
+
+def cut_epoch(
     lengths: Numbers,
     budget: Budget,
     mixing: Mixing,
     *,
-    ranks: int,
     rng: np.random.Generator,
     left: Numbers | None = None,
+    most_batches: int | None = None,
+) -> CutOrder:
+    """Cut an epoch, or what is `left` of one, into batches; where they are too many, with less shuffling."""
+    some = lengths if left is None else lengths[left]
+    windows = mixing.num_windows
+    while True:
+        cut = cut_in_windows(some, budget, num_windows=windows, num_classes=mixing.num_classes, rng=rng)
+        if windows == 1 or most_batches is None or len(cut.starts) <= most_batches:
+            return cut if left is None else replace(cut, order=left[cut.order])
+        windows //= 2
+
+
+def plan_epoch(
+    lengths: Numbers, cut: CutOrder, budget: Budget, *, ranks: int, rng: np.random.Generator, least_rounds: int = 0
 ) -> EpochPlan:
-    """Plan an epoch, or what is `left` of one, for so many ranks.
+    """Deal the batches of an epoch to so many ranks.
 
     >>> from batchwright.sampler.cost import Budget
-    >>> lengths = np.array([[5], [1], [4], [2], [3]])
-    >>> plan = plan_epoch(lengths, Budget(9), Mixing(1), ranks=2, rng=np.random.default_rng(0))
+    >>> lengths, rng = np.array([[5], [1], [4], [2], [3]]), np.random.default_rng(0)
+    >>> plan = plan_epoch(lengths, cut_epoch(lengths, Budget(9), Mixing(1), rng=rng), Budget(9), ranks=2, rng=rng)
     >>> sorted(sample for index in range(plan.rounds.number) for rank in (0, 1) for sample in plan.batch(index, rank))
     [0, 1, 2, 3, 4]
     """
-    some = lengths if left is None else lengths[left]
-    cut = cut_in_windows(some, budget, num_windows=mixing.num_windows, num_classes=mixing.num_classes, rng=rng)
-    samples = cut.order if left is None else left[cut.order]
-    costs = budget.cost.of(cut.stops - cut.starts, cut.longest)
-    return EpochPlan(lengths, samples, deal(cut.starts, cut.stops, costs, ranks=ranks, rng=rng), budget)
+    return EpochPlan(lengths, cut.order, deal(cut, budget, ranks=ranks, rng=rng, least_rounds=least_rounds), budget)

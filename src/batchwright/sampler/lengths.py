@@ -7,6 +7,7 @@ Promises:
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +33,12 @@ def read_lengths(given: Any) -> npt.NDArray[np.int64]:
     >>> read_lengths([3, 0, 5])
     Traceback (most recent call last):
     ...
-    batchwright.errors.InvalidInputError: the length of sample 1 must be a whole number from 1 on; received 0.
+    batchwright.errors.InvalidInputError: the length of sample 1 must be a whole number from 1 to 2^31 - 1; received 0.
     """
     array = _as_array(given)
     if array.ndim == 1:
         array = array.reshape(-1, 1)
-    if array.size == 0:
+    if len(array) == 0:
         return np.zeros((0, 1), np.int64)
     if array.ndim != 2 or array.shape[1] not in (1, 2):
         raise InvalidInputError(
@@ -58,6 +59,8 @@ def lengths_of(
                 remedy="TokenBatchSampler(len, dataset=dataset)",
             )
         given = measure_lengths(given, dataset, progress, remember)
+    elif remember is not None:
+        raise InvalidInputError("remember= keeps what a function measured, and these lengths are given.")
     lengths = read_lengths(given)
     if dataset is not None and len(dataset) != len(lengths):
         raise InvalidInputError(
@@ -72,8 +75,10 @@ def measure_lengths(
     """Call a function once on every sample, and keep what it said in a file where one is named."""
     number = len(dataset)
     file = None if remember is None else Path(remember)
+    if file is not None and not file.parent.is_dir():
+        raise InvalidInputError(f"lengths are to be remembered in '{file}', and there is no such folder.")
     if file is not None and file.exists():
-        known = read_lengths(np.load(file, allow_pickle=False))
+        known = _remembered(file)
         if len(known) != number:
             raise InvalidInputError(
                 f"'{file}' remembers the lengths of {counted(len(known), 'sample')}, the dataset has {number:,}.",
@@ -87,9 +92,22 @@ def measure_lengths(
         found.append(length_of(dataset[index]))
     lengths = read_lengths(found)
     if file is not None:
-        with file.open("wb") as stream:
+        # Written aside and moved, so that no other rank reads half of it.
+        aside = file.with_name(f"{file.name}.{os.getpid()}")
+        with aside.open("wb") as stream:
             np.save(stream, lengths, allow_pickle=False)
+        aside.replace(file)
     return lengths
+
+
+def _remembered(file: Path) -> npt.NDArray[np.int64]:
+    try:
+        return read_lengths(np.load(file, allow_pickle=False))
+    except (OSError, ValueError, EOFError) as error:
+        raise InvalidInputError(
+            f"'{file}' holds no lengths that can be read: {error}.",
+            remedy="delete the file, and they are measured anew",
+        ) from None
 
 
 def _as_array(given: Any) -> Any:
@@ -141,5 +159,5 @@ def _check(array: npt.NDArray[Any]) -> None:
 def _refusal(index: int, value: object, others: int = 0) -> InvalidInputError:
     more = f" ({others:,} more are wrong as well)" if others else ""
     return InvalidInputError(
-        f"the length of sample {index:,} must be a whole number from 1 on; received {shortened(value)}{more}."
+        f"the length of sample {index:,} must be a whole number from 1 to 2^31 - 1; received {shortened(value)}{more}."
     )

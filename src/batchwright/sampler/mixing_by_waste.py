@@ -7,12 +7,13 @@ that batches leave free counts: small windows end in batches that are not full, 
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from batchwright.errors import InvalidInputError
-from batchwright.sampler.epoch_plan import Mixing, plan_epoch
+from batchwright.sampler.epoch_plan import Mixing, cut_epoch, plan_epoch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -30,14 +31,15 @@ _CLASSES = (1, 2, 4, 8, 16, 32)
 
 def choose_mixing(lengths: Numbers, budget: Budget, *, waste: float, seed: int) -> Mixing:
     """Return the most windows whose padding is at most `waste`, and whose batches are hardly more than need be."""
-    if isinstance(waste, bool) or not isinstance(waste, int | float) or not 0 <= waste < 1:
+    if isinstance(waste, bool) or not isinstance(waste, Real) or not 0 <= float(waste) < 1:
         raise InvalidInputError(f"waste is a share of the padded tokens, from 0 to below 1; received {waste!r}.")
-    number = len(lengths)
+    number, waste = len(lengths), float(waste)
     if number <= _SMALLEST_WINDOW:
         return Mixing(1)
     classes, largest = 1, min(number, _MOST_SAMPLES)
     full = _looked_at(lengths, budget, largest, 1, seed)
     if lengths.shape[1] == 2:
+        largest = min(largest, _LEAST_SAMPLES)
         # Alike in both lengths: more classes pad the second less, and leave fewer of each for the first.
         tried = {count: _looked_at(lengths, budget, largest, count, seed) for count in _CLASSES}
         classes = min(tried, key=lambda count: tried[count][1])
@@ -65,6 +67,7 @@ def _looked_at(lengths: Numbers, budget: Budget, window: int, classes: int, seed
         some, windows = lengths, max(len(lengths) // window, 1)
     else:
         some = lengths[rng.integers(0, len(lengths), windows * window)]
-    plan = plan_epoch(some, budget, Mixing(windows, classes), ranks=1, rng=rng)
+    cut = cut_epoch(some, budget, Mixing(windows, classes), rng=rng)
+    plan = plan_epoch(some, cut, budget, ranks=1, rng=rng)
     tokens, padded = float(plan.tokens.sum()), float((plan.sizes * plan.longest).sum())
     return 1 - tokens / padded, plan.rounds.number / tokens

@@ -44,6 +44,11 @@ def usable_samples(lengths: Numbers, budget: Budget, choice: str) -> Usable:
     too_long = np.flatnonzero(budget.most_samples(totals) < 1) if is_any else np.zeros(0, np.int64)
     if not len(too_long) or choice == "single":
         return Usable(num_single=len(too_long))
+    if choice == "drop" and len(too_long) == len(lengths):
+        raise InvalidInputError(
+            f"of {counted(len(lengths), 'sample')} every one costs more than the budget of {budget.limit:g} alone.",
+            remedy=f"a budget of at least {float(budget.cost.of(np.array([1]), np.array([totals.min()]))[0]):g}",
+        )
     if choice == "drop":
         return Usable(np.delete(np.arange(len(lengths)), too_long), num_dropped=len(too_long))
     raise InvalidInputError(

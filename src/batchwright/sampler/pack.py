@@ -67,9 +67,10 @@ class Packing:
     def __iter__(self) -> Iterator[list[int]]:
         return (self[row] for row in range(len(self)))
 
-    def boundaries(self, row: int) -> npt.NDArray[np.int32]:
+    def boundaries(self, row: int) -> npt.NDArray[np.int32] | Numbers:
         """Return where each sample of a row begins, and where the last ends: the cu_seqlens of attention kernels."""
-        return np.concatenate(([0], np.cumsum(self.lengths[self._samples(row)]))).astype(np.int32)
+        edges = np.concatenate(([0], np.cumsum(self.lengths[self._samples(row)])))
+        return edges.astype(np.int32) if edges[-1] < 2**31 else edges
 
     def position_ids(self, row: int) -> Numbers:
         """Return the place of each token within its own sample."""

@@ -17,6 +17,7 @@ def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
             return 0, 1
         is_group = dist.is_available() and dist.is_initialized()
         return (dist.get_rank(), dist.get_world_size()) if is_group else (0, 1)
-    if whole_number(rank, "rank", least=0) >= whole_number(world_size, "world_size"):
+    rank, world_size = whole_number(rank, "rank", least=0), whole_number(world_size, "world_size")
+    if rank >= world_size:
         raise InvalidInputError(f"rank {rank} of {counted(world_size, 'rank')}: they are counted from 0.")
     return rank, world_size

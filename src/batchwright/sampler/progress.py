@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from batchwright.sampler.epoch_plan import EpochPlan, Mixing, plan_epoch
-from batchwright.units import whole_number
+from batchwright.errors import InvalidInputError
+from batchwright.sampler.epoch_plan import EpochPlan, Mixing, cut_epoch, plan_epoch, rounds_of_every_epoch
+from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
     from batchwright.sampler.cost import Budget
@@ -56,15 +59,32 @@ class EpochProgress:
                 self.segments.pop()
             self.segments.append(Segment(ranks))
 
-    def plan(self, lengths: Numbers, usable: Numbers | None, budget: Budget, mixing: Mixing, seed: int) -> EpochPlan:
-        """Plan what is left of the epoch; `usable` are the samples that take part, all where None."""
-        left = usable
+    def plan(
+        self,
+        lengths: Numbers,
+        usable: Numbers | None,
+        budget: Budget,
+        mixing: Mixing,
+        seed: int,
+        first_batches: Callable[[], int] = lambda: 0,
+    ) -> EpochPlan:
+        """Plan what is left of the epoch; `usable` are the samples that take part, all where None.
+
+        `first_batches` tells how many batches epoch 0 has, by which all have as many rounds.
+        """
+        left, least = usable, 0
         found = None
         for number, segment in enumerate(self.segments):
             if found is not None:
-                left = found.left_after(self.segments[number - 1].rounds)
+                left, least = found.left_after(self.segments[number - 1].rounds), 0
+            elif self.epoch > 0:
+                least = rounds_of_every_epoch(first_batches(), mixing, segment.ranks)
             rng = np.random.default_rng((seed, self.epoch, number))
-            found = plan_epoch(lengths, budget, mixing, ranks=segment.ranks, rng=rng, left=left)
+            most = least * segment.ranks or None
+            cut = cut_epoch(lengths, budget, mixing, rng=rng, left=left, most_batches=most)
+            if found is None and self.epoch == 0:
+                least = rounds_of_every_epoch(len(cut.starts), mixing, segment.ranks)
+            found = plan_epoch(lengths, cut, budget, ranks=segment.ranks, rng=rng, least_rounds=least)
         assert found is not None, "an epoch has begun"
         return found
 
@@ -74,8 +94,14 @@ class EpochProgress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` stood."""
-        self.epoch = whole_number(state["epoch"], "epoch", least=0)
+        epoch = whole_number(state["epoch"], "epoch", least=0)
+        try:
+            segments = [(ranks, rounds) for ranks, rounds in state["segments"]]
+        except (TypeError, ValueError):
+            raise InvalidInputError(
+                f"the segments of a state are pairs of ranks and rounds; received {shortened(state['segments'])}."
+            ) from None
         self.segments = [
-            Segment(whole_number(ranks, "ranks"), whole_number(rounds, "rounds", least=0))
-            for ranks, rounds in state["segments"]
+            Segment(whole_number(ranks, "ranks"), whole_number(rounds, "rounds", least=0)) for ranks, rounds in segments
         ]
+        self.epoch = epoch

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from batchwright.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 # A DataLoader asks its sampler from a few calls up.
 _DEEPEST = 12
@@ -62,12 +62,29 @@ class Received:
                 "two passes over the sampler are open at once, and it cannot tell which is the training's.",
                 remedy="a sampler of its own for each",
             )
-        if self.is_uncounted and not self.is_exhausted:
+        if self.is_uncounted:
             raise InvalidInputError(
                 "the DataLoader's workers draw batches ahead of the loop, or accelerate does, and nobody counts those "
                 "that it received.",
                 remedy="for batch in sampler.track(loader): ..., or accumulator.micro_batches(loader), which counts",
             )
+
+
+class Tracked:
+    """A loader whose batches are counted as the loop receives them; an Accumulator over it counts instead."""
+
+    def __init__(self, batch_sampler: Any, loader: Iterable[Any]) -> None:
+        self.batch_sampler = batch_sampler
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.batch_sampler.expect_counts()
+        for batch in self.loader:
+            self.batch_sampler.count_received(1)
+            yield batch
 
 
 def refuse_second_sharding() -> None:

@@ -2,7 +2,7 @@
 
 Promises:
 - every rank has as many batches as the others, and no sample comes twice;
-- where batches do not go up in rounds, some are split; where there are fewer samples than places, ranks repeat one that
+- batches are split where they do not go up in rounds; where there are fewer samples than places, ranks repeat one that
   counts nothing, in the last round;
 - within a round costs are as alike as the batches allow, so that ranks hardly wait for each other.
 """
@@ -16,6 +16,9 @@ import numpy as np
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from batchwright.sampler.cost import Budget
+    from batchwright.sampler.epoch_order import CutOrder
 
     Numbers = npt.NDArray[np.int64]
 
@@ -36,68 +39,83 @@ class Rounds:
 
     def is_repeat(self, index: int, rank: int) -> bool:
         """Whether a batch counts nothing."""
+        if not 0 <= index < self.number:
+            raise IndexError(f"batch {index} of {self.number}")
         return self.num_repeats > 0 and index == self.number - 1 and rank >= self.starts.shape[1] - self.num_repeats
 
 
-def deal(
-    starts: Numbers, stops: Numbers, costs: npt.NDArray[np.float64], *, ranks: int, rng: np.random.Generator
-) -> Rounds:
-    """Deal batches to ranks.
+def deal(cut: CutOrder, budget: Budget, *, ranks: int, rng: np.random.Generator, least_rounds: int = 0) -> Rounds:
+    """Deal the batches of an epoch to ranks, in `least_rounds` or more where there are samples enough for them.
 
-    >>> found = deal(np.array([0, 4, 7]), np.array([4, 7, 8]), np.array([4.0, 3.0, 1.0]), ranks=2,
-    ...              rng=np.random.default_rng(0))
+    >>> from batchwright.sampler.cost import Budget
+    >>> from batchwright.sampler.epoch_order import CutOrder
+    >>> lengths = np.array([4, 4, 3, 3, 3, 2, 2, 1])
+    >>> cut = CutOrder(np.arange(8), np.array([0, 2, 5]), np.array([4, 3, 2]), lengths)
+    >>> found = deal(cut, Budget(9), ranks=2, rng=np.random.default_rng(0))
     >>> sorted(zip(found.starts.ravel().tolist(), found.stops.ravel().tolist()))
-    [(0, 4), (4, 5), (5, 7), (7, 8)]
+    [(0, 2), (2, 5), (5, 7), (7, 8)]
     """
-    number = len(starts)
+    number = len(cut.starts)
     if number == 0:
         return Rounds(np.zeros((0, ranks), np.int64), np.zeros((0, ranks), np.int64))
-    split = _to_split(stops - starts, ranks, rng)
-    whole = np.delete(np.arange(number), split)
-    # Of like cost together; who gets what within a round is shuffled.
-    whole = rng.permuted(whole[np.argsort(-costs[whole], kind="stable")].reshape(-1, ranks), axis=1)
-    first, last, repeats = starts[whole], stops[whole], 0
-    if len(split):
-        begins, ends = _pieces(starts[split], stops[split], -(-len(split) // ranks) * ranks)
-        repeats = -len(begins) % ranks
-        ends = np.append(ends, np.repeat(begins[:1] + 1, repeats)).reshape(-1, ranks)
-        begins = np.append(begins, np.repeat(begins[:1], repeats)).reshape(-1, ranks)
-        first, last = np.vstack([first, begins]), np.vstack([last, ends])
-    order = rng.permutation(len(first) - (repeats > 0))
-    first[: len(order)], last[: len(order)] = first[order], last[order]
-    return Rounds(first, last, repeats)
+    rounds = max(-(-number // ranks), min(least_rounds, len(cut.order) // ranks))
+    begins, ends, padded = _split(cut, rounds * ranks, ranks, rng)
+    # Of like cost together, then shuffled: who gets what within a round, and the rounds among each other.
+    by_cost = np.argsort(-budget.cost.of(ends - begins, padded), kind="stable")
+    begins, ends = begins[by_cost], ends[by_cost]
+    repeats = rounds * ranks - len(begins)
+    begins = np.append(begins, np.repeat(begins[:1], repeats)).reshape(rounds, ranks)
+    ends = np.append(ends, np.repeat(begins[0, :1] + 1, repeats)).reshape(rounds, ranks)
+    places = np.tile(np.arange(ranks), (rounds, 1))
+    shuffled = rounds - (repeats > 0)
+    places[:shuffled] = rng.permuted(places[:shuffled], axis=1)
+    order = np.append(rng.permutation(shuffled), np.arange(shuffled, rounds))[:, None]
+    return Rounds(begins[order, places[order[:, 0]]], ends[order, places[order[:, 0]]], repeats)
 
 
-def _to_split(sizes: Numbers, ranks: int, rng: np.random.Generator) -> Numbers:
-    """Choose batches to split, so that their pieces and the others go up in rounds.
+def _split(cut: CutOrder, places: int, ranks: int, rng: np.random.Generator) -> tuple[Numbers, Numbers, Numbers]:
+    """Split batches until there are as many as places; all into single samples where even that is too few.
 
-    Any will do that has samples enough, so that no kind of sample always ends up in pieces. Where there are too few of
-    those, the largest, a round more of them at a time until they have a sample for every place.
+    Returns where each begins and ends, and what it is padded to. Any batch may be split that has samples enough, so
+    that no kind of sample always ends up in pieces; where too few have, the largest are.
     """
-    left = len(sizes) % ranks
-    if not left:
-        return np.zeros(0, np.int64)
-    enough = np.flatnonzero(sizes >= -(-ranks // left))
-    if len(enough) >= left:
-        return rng.choice(enough, left, replace=False)
-    by_samples = np.argsort(-sizes, kind="stable")
-    takes = np.arange(left, len(sizes) + 1, ranks)
-    is_enough = np.cumsum(sizes[by_samples])[takes - 1] >= ranks * np.arange(1, len(takes) + 1)
-    return by_samples[: takes[np.argmax(is_enough)] if is_enough.any() else len(sizes)]
+    starts, stops = cut.starts, cut.stops
+    sizes, more = stops - starts, places - len(starts)
+    if more == 0:
+        return starts, stops, cut.longest
+    if places >= len(cut.order):
+        begins = np.arange(len(cut.order))
+        return begins, begins + 1, cut.padded
+    # Those that are split fill rounds of their own, two pieces each where that comes out.
+    wanted = min(len(starts), len(starts) % ranks + more // ranks * ranks)
+    enough = np.flatnonzero(sizes * wanted >= wanted + more)
+    if len(enough) >= wanted:
+        chosen = rng.choice(enough, wanted, replace=False)
+    else:
+        chosen = np.argsort(-sizes, kind="stable")
+        chosen = chosen[: int(np.searchsorted(np.cumsum(sizes[chosen] - 1), more)) + 1]
+    kept = np.delete(np.arange(len(starts)), chosen)
+    parts = _parts(sizes[chosen], more)
+    pieces = [_pieces(cut, int(starts[i]), int(stops[i]), number) for i, number in zip(chosen, parts, strict=True)]
+    begins = np.concatenate([starts[kept], *(piece[:-1] for piece in pieces)])
+    ends = np.concatenate([stops[kept], *(piece[1:] for piece in pieces)])
+    return begins, ends, np.concatenate([cut.longest[kept], cut.padded_to(begins[len(kept) :], ends[len(kept) :])])
 
 
-def _pieces(starts: Numbers, stops: Numbers, places: int) -> tuple[Numbers, Numbers]:
-    """Split batches into as many pieces as there are places, the largest pieces first; fewer where samples are."""
-    sizes = stops - starts
-    parts = np.ones(len(sizes), np.int64)
-    for _ in range(places - len(sizes)):
-        most = np.argmax(np.where(sizes > parts, sizes / parts, 0.0))
-        if sizes[most] <= parts[most]:
-            break
-        parts[most] += 1
-    batch = np.repeat(np.arange(len(sizes)), parts)
-    piece: Numbers = np.arange(len(batch)) - np.repeat(np.cumsum(parts) - parts, parts)
-    begins = starts[batch] + (piece * sizes[batch] // parts[batch]).astype(np.int64)
-    ends = starts[batch] + ((piece + 1) * sizes[batch] // parts[batch]).astype(np.int64)
-    by_size = np.argsort(begins - ends, kind="stable")
-    return begins[by_size], ends[by_size]
+def _parts(sizes: Numbers, more: int) -> list[int]:
+    """How many pieces to make of each batch, `more` than there are batches, the largest pieces first."""
+    parts = np.ones(len(sizes), np.int64) + more // len(sizes)
+    np.minimum(parts, sizes, out=parts)
+    for _ in range(len(sizes) + more - int(parts.sum())):
+        parts[np.argmax(np.where(sizes > parts, sizes / parts, 0.0))] += 1
+    found: list[int] = parts.tolist()
+    return found
+
+
+def _pieces(cut: CutOrder, start: int, stop: int, parts: int) -> Numbers:
+    """Where to cut a batch into pieces of about as many tokens, at least one sample each."""
+    reached = np.cumsum(cut.padded[start:stop])
+    inner = np.searchsorted(reached, reached[-1] * np.arange(1, parts) / parts) + 1
+    least = np.arange(1, parts)
+    inner = np.minimum(np.maximum.accumulate(np.maximum(inner - least, 0)) + least, stop - start - least[::-1])
+    return start + np.concatenate(([0], inner, [stop - start]))

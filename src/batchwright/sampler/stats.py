@@ -97,8 +97,10 @@ def share_of_padding(plan: EpochPlan) -> float:
 
 def share_idle(plan: EpochPlan) -> float:
     """Return the share of the time that ranks wait within a round."""
-    spent = float(plan.costs.max(axis=1).sum()) * plan.costs.shape[1] if plan.rounds.number else 0.0
-    return 1 - float(plan.costs.sum()) / spent if spent else 0.0
+    # What is there for any batch, such as the bytes of weights, takes no time.
+    costs = np.where(plan.sizes > 0, plan.costs - plan.budget.cost.fixed, 0.0)
+    spent = float(costs.max(axis=1).sum()) * costs.shape[1] if plan.rounds.number else 0.0
+    return 1 - float(costs.sum()) / spent if spent else 0.0
 
 
 def pair_repeat(one: EpochPlan, other: EpochPlan, number: int) -> float:

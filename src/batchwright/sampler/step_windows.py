@@ -35,7 +35,8 @@ def window_sizes(tokens: npt.NDArray[np.int64], limit: float, *, done: int = 0) 
     >>> window_sizes(np.array([10, 12, 9, 11, 10, 8]), 32, done=4)
     [2]
     """
-    reached = np.cumsum(tokens)
+    # As the limit is a float, so are these: mixed, every search would convert all of them.
+    reached = np.cumsum(tokens).astype(np.float64)
     number = len(_ends(reached, limit))
     # The least bound that takes no more steps makes the largest of them as small as can be.
     low, high = float(reached[-1]) / max(number, 1) if number else 0.0, float(limit)
@@ -49,12 +50,12 @@ def window_sizes(tokens: npt.NDArray[np.int64], limit: float, *, done: int = 0) 
     return sizes
 
 
-def _ends(reached: npt.NDArray[np.int64], limit: float) -> list[int]:
+def _ends(reached: npt.NDArray[np.float64], limit: float) -> list[int]:
     """Fill step after step up to the limit, and return where each ends."""
     ends: list[int] = []
-    at, before = 0, 0
+    at, before = 0, 0.0
     while at < len(reached):
         at = max(int(np.searchsorted(reached, before + limit, side="right")), at + 1)
-        before = int(reached[at - 1])
+        before = float(reached[at - 1])
         ends.append(at)
     return ends

@@ -9,17 +9,21 @@ Promises:
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from batchwright.errors import InvalidInputError
 from batchwright.sampler.cost import BatchCost, Budget
+from batchwright.sampler.epoch_plan import cut_epoch
 from batchwright.sampler.lengths import lengths_of
 from batchwright.sampler.mixing_by_waste import choose_mixing
 from batchwright.sampler.oversize import usable_samples
 from batchwright.sampler.place import place_of
 from batchwright.sampler.progress import EpochProgress
-from batchwright.sampler.received import Received, refuse_second_sharding
+from batchwright.sampler.received import Received, Tracked, refuse_second_sharding
 from batchwright.sampler.stats import SamplerStats, stats_of
 from batchwright.sampler.step_windows import StepWindows, window_sizes
 from batchwright.units import counted, shortened, whole_number
@@ -79,6 +83,7 @@ class TokenBatchSampler:
         self._plan: EpochPlan | None = None
         self._received = Received()
         self._first = self._num_passes = 0
+        self._first_batches: int | None = None
         self.is_resumed = False
         """Whether the next pass goes on where a state stood."""
         self._print: str | None = None
@@ -110,13 +115,18 @@ class TokenBatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Turn to an epoch; to the present one changes nothing until it is over, so that a resumed one goes on."""
-        if whole_number(epoch, "epoch", least=0) != self._progress.epoch or self._is_over:
+        epoch = whole_number(epoch, "epoch", least=0)
+        if epoch != self._progress.epoch or self._is_over:
+            will_be_counted = self._received.will_be_counted
             self._begin(epoch)
+            self._received.will_be_counted = will_be_counted
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch; of one that was resumed, those that are left."""
-        if self._is_over:
+        if self._is_over and len(self._progress.segments) > 1:
             return self._plan_of(self.epoch + 1).rounds.number
+        if self._is_over:
+            return self.planned.rounds.number  # every epoch has as many
         return self.planned.rounds.number - self._first
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -139,12 +149,9 @@ class TokenBatchSampler:
         if this == self._num_passes:
             received.drew_all()
 
-    def track(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of a DataLoader over this sampler, and count those that were received."""
-        self.expect_counts()
-        for batch in loader:
-            self.count_received(1)
-            yield batch
+    def track(self, loader: Iterable[Any]) -> Tracked:
+        """Return the batches of a DataLoader over this sampler, those counted that are received."""
+        return Tracked(self, loader)
 
     def counts(self, index: int) -> bool:
         """Whether the `index`-th batch of this iteration counts; one that only keeps step repeats a sample."""
@@ -161,6 +168,8 @@ class TokenBatchSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` stood, also on another number of ranks."""
+        if not isinstance(state, Mapping):
+            raise InvalidInputError(f"this is no state of a TokenBatchSampler: {shortened(state)}.")
         missing = sorted({"seed", "fingerprint", "epoch", "segments"} - set(state))
         if missing:
             raise InvalidInputError(f"this is no state of a TokenBatchSampler: it has no {', '.join(missing)}.")
@@ -174,6 +183,7 @@ class TokenBatchSampler:
                 f"this state is of seed {shortened(state['seed'])}; the sampler has seed {self.seed}.",
                 remedy=f"TokenBatchSampler(..., seed={shortened(state['seed'])})",
             )
+        self._num_passes += 1
         self._progress.load_state_dict(state)
         self._progress.go_on_with(self.world_size)
         self._first, self._plan = self._progress.rounds, None
@@ -197,6 +207,7 @@ class TokenBatchSampler:
         self._progress.begin(epoch, self.world_size)
         self._first, self._plan = 0, None
         self._received = Received()
+        self._num_passes += 1
 
     @property
     def _is_over(self) -> bool:
@@ -215,13 +226,25 @@ class TokenBatchSampler:
     def _plan_of(self, epoch: int) -> EpochPlan:
         other = EpochProgress()
         other.begin(epoch, self.world_size)
-        return other.plan(self.lengths, self._usable.samples, self.budget, self._mixing, self.seed)
+        return self._planned(other)
+
+    def _planned(self, progress: EpochProgress) -> EpochPlan:
+        some = (self.lengths, self._usable.samples, self.budget, self._mixing)
+        return progress.plan(*some, self.seed, self._count_first)
+
+    def _count_first(self) -> int:
+        """Count the batches of epoch 0, by which every epoch has as many rounds."""
+        if self._first_batches is None:
+            rng = np.random.default_rng((self.seed, 0, 0))
+            left = self._usable.samples
+            self._first_batches = len(cut_epoch(self.lengths, self.budget, self._mixing, rng=rng, left=left).starts)
+        return self._first_batches
 
     @property
     def planned(self) -> EpochPlan:
         """The plan of the epoch."""
         if self._plan is None:
-            self._plan = self._progress.plan(self.lengths, self._usable.samples, self.budget, self._mixing, self.seed)
+            self._plan = self._planned(self._progress)
         return self._plan
 
     def _window_sizes(self) -> list[int]:
@@ -250,7 +273,7 @@ class TokenBatchSampler:
 
     def _fingerprint(self) -> str:
         if self._print is None:
-            told = f"{self.budget.to_dict()} {self._mixing} {self._usable.num_dropped}"
-            numbers = zlib.crc32(told.encode(), zlib.crc32(self.lengths.tobytes()))
-            self._print = f"{len(self.lengths)}-{numbers:08x}"
+            numbers = {name: value and float(value) for name, value in self.budget.to_dict().items()}
+            told = f"{numbers} {self._mixing} {self._usable.num_dropped}"
+            self._print = f"{len(self.lengths)}-{zlib.crc32(told.encode(), zlib.crc32(self.lengths.tobytes())):08x}"
         return self._print
