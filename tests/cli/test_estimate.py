@@ -65,7 +65,7 @@ def over_nothing():
 
 # The keys that the issue lists, and those we add.
 AGREED = ["schema", "micro_batch", "on", "peak_bytes", "upper_bytes", "parts", "grows_with_batch", "peak_at", "largest"]
-ADDED = ["name", "phases", "notes", "limit_bytes", "max_micro_batch", "what_if"]
+ADDED = ["name", "phases", "notes", "limit_bytes", "max_micro_batch", "what_if", "fits"]
 PARTS = ["weights", "gradients", "optimizer", "activations", "temporaries", "inputs", "workspaces", "slack", "context"]
 
 
@@ -177,7 +177,7 @@ def test_what_cannot_be_traced_is_a_clean_no_with_the_line(run: Run, file: Path)
         (["--shape", "copies=long"], "--shape copies must be a whole number"),
         (["--shape", "copies=²"], "--shape copies must be a whole number"),
         (["--shape", "depth=3"], "cannot be called with depth; besides the number of samples it takes copies."),
-        (["--on", "moon"], "on must be 'cpu'; received 'moon'."),
+        (["--on", "moon"], "no device and no card is called 'moon'; this machine has: cpu"),
         (["--routing", "even"], "routing must be one of balanced, worst; received 'even'."),
         (["--clip-norm", "small"], "'small' is not a valid float"),
         (["--seq-len", "128"], "--seq-len belongs to a model by name, and the target is a workload."),

@@ -207,7 +207,7 @@ class TestProbesForReal:
         (["--memory", "0GiB"], "--memory must be an amount such as 24GiB"),
         (["--memory", "-1GiB"], "--memory must be an amount such as 24GiB"),
         (["--memory", "lots"], "memory must be an amount such as 24GiB, 24GB or 24g; received 'lots'."),
-        (["--on", "moon"], "no device is called 'moon'; this machine has: cpu"),
+        (["--on", "moon"], "no device and no card is called 'moon'; this machine has: cpu"),
         (["--shape", "copies"], "--shape is written name=value or name=value,value"),
         (["--shape", "=3"], "--shape is written name=value or name=value,value"),
         (["--shape", "copies=2,,4"], "--shape copies must be a whole number"),

@@ -221,7 +221,7 @@ def test_margin_keeps_headroom() -> None:
         ({"start": 9, "limit": 8}, "start 9 is above limit 8"),
         ({"memory": 0}, "memory"),
         ({"max_trials": 0}, "max trials"),
-        ({"on": "tpu"}, "no device is called 'tpu'"),
+        ({"on": "tpu"}, "no device and no card is called 'tpu'"),
         ({"shapes": {"seq_len": 5}}, "seq_len"),
         ({"state": [nn.Linear(1, 1)]}, "state= is for a plain step"),
     ],

@@ -94,7 +94,7 @@ class TestTheAnswer:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            ({"on": "moon"}, "on must be 'cpu'; received 'moon'."),
+            ({"on": "moon"}, "no device and no card is called 'moon'; this machine has: cpu"),
             ({"micro_batch": 0}, "micro-batch must be a whole number"),
             ({"accumulation": 0}, "accumulation must be a whole number"),
             ({"memory": "lots"}, "such as 24GiB, 24GB or 24g; received 'lots'."),

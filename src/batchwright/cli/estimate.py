@@ -14,13 +14,14 @@ from batchwright.units import parse_whole_number, shortened
 @click.command("estimate")
 @click.argument("target")
 @click.option("--micro-batch", type=Count(), default=1, show_default=True, help="Samples in one forward and backward.")
-@click.option("--on", default="cpu", show_default=True, help="Where the step would run.")
+@click.option("--on", default="cpu", show_default=True, help="Where the step would run: cpu, a card, or all cards.")
 @click.option("--shape", "shapes", metavar="NAME=VALUE", multiple=True, help="An argument of the workload's batch.")
 @click.option("--accumulation", type=Count(), default=1, show_default=True, help="Micro-batches per optimizer step.")
 @click.option("--clip-norm", type=float, help="Clip the gradient norm, as the step would.")
 @click.option("--routing", default="balanced", show_default=True, help="How experts share tokens: balanced or worst.")
-@click.option("--max", "find_max", is_flag=True, help="Find the largest micro-batch within --memory.")
-@click.option("--memory", metavar="AMOUNT", help="A budget such as 16GiB, for --max.")
+@click.option("--max", "find_max", is_flag=True, help="Find the largest micro-batch within --memory, or on the card.")
+@click.option("--memory", metavar="AMOUNT", help="A budget such as 16GiB, for --max; on a card, what it has.")
+@click.option("--allocator", metavar="SETTINGS", help="On a card: as in PYTORCH_ALLOC_CONF.")
 @click.option("--what-if", is_flag=True, help="Also print what each change of the set-up would save.")
 @click.option("--seq-len", type=Count(), help="Named models: tokens per sample.  [default: 1024]")
 @click.option("--precision", help="Named models: fp32, bf16 or mixed.  [default: bf16]")
@@ -39,6 +40,8 @@ def command(ctx: click.Context, /, target: str, as_json: bool, **options: Any) -
     \b
     batchwright estimate train.py:workload --micro-batch 8
     batchwright estimate train.py:workload --max --memory 16GiB --what-if
+    batchwright estimate train.py:workload --micro-batch 8 --on a100-40gb
+    batchwright estimate train.py:workload --on all
     batchwright estimate llama-3-8b --seq-len 4096 --precision bf16 --zero 3 --devices 8
     """
     from batchwright.report.console import print_answer
@@ -47,38 +50,37 @@ def command(ctx: click.Context, /, target: str, as_json: bool, **options: Any) -
     is_workload = ":" in target or target.endswith(".py")
     answer = _traced(target, options, given) if is_workload else _by_formula(target, options, given)
     print_json(answer.to_dict()) if as_json else print_answer(answer)
-    return 0
+    return int(answer.fits is False)
 
 
 _FOR_NAMED = {"seq_len", "precision", "optimizer", "checkpointing", "zero", "devices", "tuning"}
-_FOR_WORKLOADS = {"shapes", "accumulation", "clip_norm", "routing", "find_max", "memory", "what_if", "on"}
+_FOR_WORKLOADS = {"shapes", "accumulation", "clip_norm", "routing", "find_max", "memory", "what_if", "on", "allocator"}
 
 
 def _traced(target: str, options: dict[str, Any], given: set[str]) -> Any:
     _refuse(given & _FOR_NAMED, "a workload", "a model by name")
-    if options["find_max"] != (options["memory"] is not None):
+    is_host = options["on"] == "cpu"
+    if is_host and options["find_max"] != (options["memory"] is not None):
         raise InvalidInputError("--max and --memory go together.", remedy="--max --memory 16GiB")
     if options["find_max"] and "micro_batch" in given:
         raise InvalidInputError("--max finds the micro-batch, so --micro-batch is left out.")
+    on_all = options["on"] == "all"
+    if on_all and given & {"find_max", "memory", "what_if"}:
+        raise InvalidInputError("--on all answers for every card by itself: --max, --memory and --what-if have no say.")
     from batchwright.memory.estimate import estimate
+    from batchwright.memory.every_card import estimate_every_card
     from batchwright.report.progress import Progress
     from batchwright.targets import load_workload
 
-    shape = parse_shape(options["shapes"])
+    step = ("micro_batch", "accumulation", "clip_norm", "routing", "allocator")
+    told: dict[str, Any] = {name: options[name] for name in step} | {"shape": parse_shape(options["shapes"])}
     with Progress() as progress:
         progress.say(f"loading {target}")
-        return estimate(
-            load_workload(target),
-            micro_batch=options["micro_batch"],
-            on=options["on"],
-            shape=shape,
-            accumulation=options["accumulation"],
-            clip_norm=options["clip_norm"],
-            routing=options["routing"],
-            memory=options["memory"],
-            what_if=options["what_if"],
-            progress=progress.say,
-        )
+        workload = load_workload(target)
+        if on_all:
+            return estimate_every_card(workload, progress=progress.say, **told)
+        more = {name: options[name] for name in ("on", "memory", "find_max", "what_if")}
+        return estimate(workload, progress=progress.say, **told, **more)
 
 
 def _by_formula(target: str, options: dict[str, Any], given: set[str]) -> Any:

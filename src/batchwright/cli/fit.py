@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 @click.command("fit")
 @click.argument("target")
-@click.option("--on", default="cpu", show_default=True, help="Where probes run: cpu, cuda, cuda:1, mps or xpu.")
+@click.option(
+    "--on", default="cpu", show_default=True, help="Where probes run: cpu, cuda, cuda:1, mps, xpu; or a card."
+)
 @click.option("--memory", type=Amount(), metavar="AMOUNT", help="A budget such as 16GiB.  [default: what is free]")
 @click.option("--limit", type=Count(), help="The largest micro-batch of interest.")
 @click.option(

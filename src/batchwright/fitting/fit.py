@@ -20,18 +20,21 @@ from batchwright.fitting.fit_shapes import LARGEST_MICRO_BATCH, fit_shapes
 from batchwright.fitting.job import Job, part_to_probe
 from batchwright.fitting.kept_state import kept
 from batchwright.fitting.longest import longest_first
+from batchwright.fitting.on_simulated_card import OnSimulatedCard, budget_on
 from batchwright.fitting.probers import InChild, InProcess, PlainStep
 from batchwright.fitting.question import Question
 from batchwright.fitting.ranks import AcrossRanks, Ranks
 from batchwright.fitting.recalled import AnswerBook
 from batchwright.fitting.shapes import every_shape
 from batchwright.fitting.work import Work, read_work
+from batchwright.memory.on_card import card_named, names_a_card
 from batchwright.memory.tracing import check_batches
 from batchwright.units import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from batchwright.catalogue.gpus import Card
     from batchwright.fitting.result import Fit
     from batchwright.fitting.work import Step
     from batchwright.workload import Workload
@@ -68,7 +71,8 @@ def fit(
     (37, 38, 'out_of_memory')
 
     `work` is a workload, a plain `step(n)`, or a target such as "train.py:workload", whose probes run in processes of
-    their own. `memory` is a budget such as "16GiB" (default: what is free), `limit` the largest size of interest.
+    their own. `on` may be a card of the catalogue, such as "a100-40gb": the steps are then traced on a simulated one.
+    `memory` is a budget such as "16GiB" (default: what is free), `limit` the largest size of interest.
     `shapes` are arguments of the workload's batch; a list of values gives a table. With `start` or `scale` the search
     grows an estimate by half, up to `limit`. `evaluate` finds the size for evaluation too. `isolate=True` runs the
     probes of a picklable workload in processes of their own. `state` lists what a plain step changes. An
@@ -85,6 +89,9 @@ def fit(
         shapes=every_shape(asked, shapes or {}),
     )
     whole_number(accumulation, "accumulation")
+    card = card_named(on, memory=memory) if names_a_card(on) else None
+    if asked.step is not None and card is not None:
+        raise InvalidInputError("a plain step cannot be traced on a simulated card; hand in a Workload.")
     if asked.step is not None:
         if evaluate or isolate:
             raise InvalidInputError("a plain step runs in this process and has no evaluation; hand in a Workload.")
@@ -104,6 +111,9 @@ def fit(
         with kept():
             longest = longest_first(asked.workload.data, most=question.limit or LARGEST_MICRO_BATCH, say=say)
         job, notes = replace(job, order=longest.order), (longest.note,) if longest.note else ()
+    if card is not None:
+        ask = Ask(asked, asked.workload, question, job, evaluate, memory, margin, False, notes, say)
+        return _on_card(ask, card)
     fit_part = _in_children if Ranks.are_here() or (asked.target is not None if isolate is None else isolate) else _here
     return fit_part(Ask(asked, asked.workload, question, job, evaluate, memory, margin, cache, notes, say))
 
@@ -142,6 +152,23 @@ class Ask:
             return found
         self.say("now the size for evaluation")
         return replace(found, evaluation=run(replace(job, only_evaluate=True)))
+
+
+def _on_card(ask: Ask, card: Card) -> Fit:
+    """Trace the probes on a simulated card."""
+    budget = budget_on(card, ask.margin)
+    data = ask.workload.data
+    # The search is told nothing to predict from: a probe is itself a prediction. So it is told the end of the data.
+    most = min(ask.question.limit or LARGEST_MICRO_BATCH, LARGEST_MICRO_BATCH if data is None else len(data))
+    question = replace(ask.question, limit=most)
+
+    def run(job: Job) -> Fit:
+        prober = OnSimulatedCard(ask.part(job), card, accumulation=job.accumulation, clip_norm=job.clip_norm)
+        found = fit_shapes(question, prober, budget, name=ask.work.name, traceable=None, say=ask.say)
+        rows = tuple(replace(row, source="predicted") for row in found.shapes)
+        return replace(found, source="predicted", shapes=rows)
+
+    return ask.answer(run, ask.job)
 
 
 def _here(ask: Ask) -> Fit:

@@ -76,7 +76,7 @@ class Fit:
     @property
     def certified(self) -> bool:
         """Whether full steps ran at the answer, here."""
-        return self.micro_batch is not None and self._trial is not None
+        return self.micro_batch is not None and self._trial is not None and self.source == "measured"
 
     @property
     def peak_bytes(self) -> PeakBytes | None:

@@ -18,6 +18,7 @@ from batchwright.device.peak_bytes import PeakBytes
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import Breakdown, break_down, parts_at_the_same_moment
 from batchwright.memory.largest import largest_within
+from batchwright.memory.on_card import OnCard, card_named, read_settings, upper_on_card
 from batchwright.memory.result import PARTS, Estimate
 from batchwright.memory.tracing import Traced, check_batches, trace_workload
 from batchwright.memory.what_if import what_if_savings
@@ -26,6 +27,7 @@ from batchwright.units import format_bytes, parse_bytes, shortened, whole_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from batchwright.simulated.allocator_settings import AllocatorSettings
     from batchwright.workload import Workload
 
 # What an upper bound adds to a trace: the worst case of benchmarks/memory_cpu.py (0.64 %) stays within it. It is a
@@ -47,6 +49,8 @@ def estimate(
     clip_norm: float | None = None,
     routing: str = "balanced",
     memory: str | int | None = None,
+    find_max: bool = False,
+    allocator: str | AllocatorSettings | None = None,
     what_if: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Estimate:
@@ -64,24 +68,26 @@ def estimate(
     >>> found.parts["weights"], found.parts["gradients"], found.peak_at.phase
     (263168, 263168, 'backward')
 
-    `shape` goes to the workload's `batch`; `accumulation` micro-batches make a step. With `memory`, a budget such as
-    "16GiB", the largest micro-batch that stays within it is found first, and the answer is its estimate. `progress` is
-    told what is being traced.
+    `shape` goes to the workload's `batch`; `accumulation` micro-batches make a step. `on` is "cpu", or a card of the
+    catalogue such as "a100-40gb", which is simulated: its peaks are allocated, reserved and device, and `fits` says
+    whether the step runs there. With `memory`, a budget such as "16GiB" (of a card: what it has), or on a card with
+    `find_max`, the largest micro-batch that stays within it is found first, and the answer is its estimate. `allocator`
+    are a card's settings as PYTORCH_ALLOC_CONF has them. `progress` is told what is being traced.
     """
-    if on != "cpu":
-        raise InvalidInputError(f"on must be 'cpu'; received {shortened(on)}.", remedy="simulated cards come later")
-    limit = None if memory is None else parse_bytes(memory)
-
+    card = card_named(on, memory=memory)
+    limit = card.total_bytes if card is not None else None if memory is None else parse_bytes(memory)
     say = progress or (lambda _: None)
+    told: dict[str, Any] = {"shape": shape, "accumulation": accumulation, "clip_norm": clip_norm, "routing": routing}
+    if card is None and allocator is not None:
+        raise InvalidInputError("allocator settings are CUDA's: they need a card.", remedy="--on a100-40gb")
+    there = None if card is None else OnCard(workload, card, read_settings(allocator), told)
 
     runs: dict[int, Traced] = {}
 
     def traced(size: int) -> Traced:
         if size not in runs:
             say(f"tracing micro-batch {size:,}")
-            runs[size] = trace_workload(
-                workload, size, shape=shape, accumulation=accumulation, clip_norm=clip_norm, routing=routing
-            )
+            runs[size] = trace_workload(workload, size, **told) if there is None else there.traced(size)
         return runs[size]
 
     size = whole_number(micro_batch, "micro-batch")
@@ -90,35 +96,26 @@ def estimate(
     check_shape(workload, shape or {})
     check_batches(workload, shape or {})
     num_samples = LARGEST_MICRO_BATCH if workload.data is None else max(1, len(workload.data))
+    cap = min(num_samples, LARGEST_MICRO_BATCH)
     with without_torchs_own_log():
-        if limit is not None:
-            size = _largest_for(limit, traced, cap=min(num_samples, LARGEST_MICRO_BATCH))
+        if there is not None:
+            size = there.largest(traced, cap=cap) if find_max else size
+        elif limit is not None:
+            size = _largest_for(limit, traced, cap=cap)
         run = traced(size)
         found = break_down(run.log)
         # Half where a dataset has no more samples.
         other_size = 2 * size if workload.data is None or 2 * size <= num_samples else size // 2
         other = parts_at_the_same_moment(run.log, traced(other_size).log) if other_size else {}
-        savings = (
-            what_if_savings(
-                workload,
-                size,
-                run.log,
-                traced_shape=shape,
-                progress=say,
-                accumulation=accumulation,
-                clip_norm=clip_norm,
-                routing=routing,
-            )
-            if what_if
-            else ()
-        )
+        savings = what_if_savings(workload, size, run.log, there=there, progress=say, **told) if what_if else ()
+        fits = None if there is None else there.fits(run)
     return Estimate(
         name=workload.name,
         micro_batch=size,
-        on=on,
-        peak_bytes=PeakBytes(found.peak_bytes),
-        upper_bytes=PeakBytes(None if run.is_lower_bound else round(found.peak_bytes * UPPER_MARGIN)),
-        parts=_all_parts(found),
+        on=on if card is None else card.name,
+        peak_bytes=run.peaks or PeakBytes(found.peak_bytes),
+        upper_bytes=_upper(run, found),
+        parts=_all_parts(run, found),
         grows_with_batch=_growth(found.parts, other, other_size - size if other_size else 0),
         peak_at=found.moment,
         largest=found.largest,
@@ -126,8 +123,9 @@ def estimate(
         source=f"predicted, routing {run.routing}" if run.routing else "predicted",
         notes=run.notes,
         limit_bytes=limit,
-        max_micro_batch=None if limit is None else size,
+        max_micro_batch=size if find_max or (there is None and limit is not None) else None,
         savings=savings,
+        fits=fits,
     )
 
 
@@ -150,8 +148,23 @@ def _largest_for(limit: int, traced: Callable[[int], Traced], *, cap: int) -> in
     return size
 
 
-def _all_parts(found: Breakdown) -> dict[str, int | None]:
-    return {part: None if part in _NOT_ON_A_HOST else found.parts.get(part, 0) for part in PARTS}
+def _all_parts(run: Traced, found: Breakdown) -> dict[str, int | None]:
+    """Every part at the peak; on a card also what its allocator holds beyond them, and its context."""
+    parts: dict[str, int | None] = {part: found.parts.get(part, 0) for part in PARTS}
+    on_card = dict.fromkeys(_NOT_ON_A_HOST)
+    if run.peaks is not None and run.context is not None:
+        assert run.peaks.reserved is not None
+        on_card = {"slack": run.peaks.reserved - found.peak_bytes, "context": run.context.typical_bytes}
+    return {**parts, **on_card}
+
+
+def _upper(run: Traced, found: Breakdown) -> PeakBytes:
+    """What the peaks stay below; nothing is said where an operator hides memory."""
+    if run.is_lower_bound:
+        return PeakBytes()
+    if run.peaks is None or run.context is None:
+        return PeakBytes(round(found.peak_bytes * UPPER_MARGIN))
+    return upper_on_card(run.peaks, run.context)
 
 
 def _growth(parts: Mapping[str, int], other: Mapping[str, int], more: int) -> dict[str, int | None]:

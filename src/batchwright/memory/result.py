@@ -86,6 +86,8 @@ class Estimate:
     limit_bytes: int | None = None
     max_micro_batch: int | None = None
     savings: tuple[Saving, ...] = ()
+    fits: bool | None = None
+    """Whether the step runs on the simulated card; None where nothing was asked of one."""
 
     @property
     def peak(self) -> int:

@@ -144,13 +144,17 @@ class Trace(TorchDispatchMode):
         """Run one operator on fake tensors and note the storages it made."""
         if self.card is None:
             return self._run(func, args, kwargs or {})
+        return self.card.held_back.run(lambda: self._run_on_card(func, args, kwargs or {}))
+
+    def _run_on_card(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        assert self.card is not None
         # Whatever asks a tensor for its device from here on must hear the truth, not that it is on a GPU.
         with torch._C.DisableTorchFunction():
             if func is _COPY and isinstance(args[0], FakeTensor):
                 # Fake tensors compute with small constants for real, and on the card there is nothing to compute with.
                 args[0].constant = None
             self._library_takes(self.card.workspaces_for(func, self.log.phase))
-            return self._run(func, args, kwargs or {})
+            return self._run(func, args, kwargs)
 
     def _run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if func is _READ_SCALAR:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from batchwright.catalogue.gpus import Context
+    from batchwright.device.peak_bytes import PeakBytes
     from batchwright.memory.blocks import Log
     from batchwright.simulated.simulated_card import SimulatedCard
     from batchwright.workload import Workload
@@ -46,6 +48,10 @@ class Traced:
     # How experts were assumed to share tokens, where the step asked; None where it did not.
     routing: str | None = None
     is_lower_bound: bool = False
+    # On a simulated card: what its allocator counted, and what its context takes.
+    peaks: PeakBytes | None = None
+    context: Context | None = None
+    requests: tuple[int, ...] = ()
 
 
 def trace_workload(
@@ -65,9 +71,11 @@ def trace_workload(
             torch.device("cpu"), workload, micro_batch, shape, steps, accumulation, clip_norm, Trace(routing=routing)
         )
     with card.running() as device:
-        return _trace_on(
+        traced = _trace_on(
             device, workload, micro_batch, shape, steps, accumulation, clip_norm, Trace(routing=routing, card=card)
         )
+    events = tuple(card.requests.events)
+    return replace(traced, peaks=card.peak_bytes, context=card.context, requests=events)
 
 
 def _trace_on(

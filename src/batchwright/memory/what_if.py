@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from batchwright.memory.blocks import Block, Log
+    from batchwright.memory.on_card import OnCard
     from batchwright.workload import Workload
 
 CHUNKS = 8
@@ -41,14 +42,16 @@ def what_if_savings(
     micro_batch: int,
     log: Log,
     *,
-    traced_shape: Mapping[str, Any] | None = None,
+    shape: Mapping[str, Any] | None = None,
+    there: OnCard | None = None,
     progress: Callable[[str], None] = lambda _: None,
     **step: Any,
 ) -> tuple[Saving, ...]:
     """Trace or replay every change, and return the peak that each leads to; `step` is how the plain one was traced."""
-    shape = dict(traced_shape or {})
+    shape = dict(shape or {})
+    device_type = "cpu" if there is None else "cuda"
     changed: list[tuple[str, Callable[[], tuple[Workload, dict[str, Any]]]]] = [
-        ("bf16 autocast", lambda: (_with_autocast(workload), shape)),
+        ("bf16 autocast", lambda: (_with_autocast(workload, device_type), shape)),
         ("activation checkpointing", lambda: (_with_checkpointing(workload), shape)),
         ("8-bit optimizer", lambda: (_with_8_bit_optimizer(workload), shape)),
         ("half the sequence", lambda: (workload, _half_the_sequence(workload, shape))),
@@ -56,7 +59,7 @@ def what_if_savings(
     savings = []
     for change, make in changed:
         progress(f"tracing with {change}")
-        savings.append(_traced(change, make, micro_batch, step))
+        savings.append(_traced(change, make, micro_batch, {**step, "card": there and there.roomy()}))
     savings.append(_chunked_loss(log))
     savings += [
         Saving(f"ZeRO-{stage} over {SHARDS} devices", find_peak(log, _sharded(parts)).num_bytes, _note_on(stage))
@@ -80,13 +83,13 @@ class NotApplicableError(Exception):
     """A change that this workload gives no handle for."""
 
 
-def _with_autocast(workload: Workload) -> Workload:
+def _with_autocast(workload: Workload, device_type: str) -> Workload:
     loss = workload.loss
     if loss is None:
         raise NotApplicableError("there is no loss to run under autocast")
 
     def under_autocast(model: nn.Module, batch: Any) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device_type, torch.bfloat16):
             return loss(model, batch)
 
     return replace(workload, loss=under_autocast)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from batchwright.report.tables import draw_table, table_lines
@@ -28,16 +29,30 @@ def summarize_estimate(estimate: Estimate) -> str:
     at_most = "a lower bound" if bound is None else f"at most {upper}"
     how = by_formula if estimate.source == "formula" else f"predicted for {estimate.on}, {at_most}"
     line = f"{estimate.name}: {peak}, {how}"
+    if estimate.fits is not None:
+        line = f"{estimate.name}: {_on_card(estimate)}"
     if estimate.limit_bytes is None or estimate.max_micro_batch is None:
         return line
     return f"{line}; the largest within {format_bytes(estimate.limit_bytes)}"
+
+
+def _on_card(estimate: Estimate) -> str:
+    """The three peaks on a simulated card, and whether they go onto it."""
+    peaks, upper = estimate.peak_bytes, estimate.upper_bytes
+    verdict = "fits" if estimate.fits else "does not fit"
+    kinds = ", ".join(
+        f"{kind} {format_bytes(num_bytes)}" for kind, num_bytes in asdict(peaks).items() if num_bytes is not None
+    )
+    at_most = "" if upper.device is None else f" (at most {format_bytes(upper.device)})"
+    there_is = "" if estimate.limit_bytes is None else f" with {format_bytes(estimate.limit_bytes)}"
+    return f"micro-batch {estimate.micro_batch:,} {verdict} on {estimate.on}{there_is}: predicted {kinds}{at_most}"
 
 
 def estimate_columns(estimate: Estimate) -> Columns:
     """The parts alive at the peak, largest first, and what a further sample adds to each."""
     parts = sorted(((n, part) for part, n in estimate.parts.items() if n), reverse=True)
     growth = [estimate.grows_with_batch.get(part) or 0 for _, part in parts]
-    peak = estimate.peak or 1
+    peak = sum(n for n, _ in parts) or 1
     return [
         ("part", [part for _, part in parts]),
         ("at the\npeak", [format_bytes(n) for n, _ in parts]),

@@ -76,7 +76,8 @@ def _asked(fit: Fit) -> str:
 
 
 def _place(fit: Fit) -> str:
-    return fit.on if fit.ranks == 1 else f"{fit.on}, {fit.ranks} ranks"
+    place = fit.on if fit.source == "measured" else f"{fit.on} (simulated)"
+    return place if fit.ranks == 1 else f"{place}, {fit.ranks} ranks"
 
 
 def _within(fit: Fit) -> str:

@@ -1,19 +1,55 @@
-"""The workspace of a convolution on a card."""
+"""The workspace of a convolution on a card: copies in the layout that tensor cores read.
+
+cuDNN's kernels for tensor cores read NHWC. Given NCHW tensors they convert what they read, and of gradients what they
+write, in a workspace: profiles of such runs show nchwToNhwc kernels before each of them. Tensors in channels_last need
+none of it, depthwise convolutions run in PyTorch's own kernels, and without tensor cores there is nothing to convert.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from batchwright.catalogue.gpus import Card
+
+_WITH_TENSOR_CORES, _WITH_TF32 = (7, 0), (8, 0)
 
 
 def convolution_workspace(
     card: Card, kind: str, read: torch.Tensor, weight: torch.Tensor, made: torch.Tensor, settings: Sequence[Any]
 ) -> int:
-    """Return the bytes that cuDNN holds while one convolution runs."""
-    return 0
+    """Return the bytes cuDNN holds while one convolution runs: `forward`, or the gradient of `data` or `weight`."""
+    if not _runs_on_tensor_cores(card, read.dtype) or _is_depthwise(weight, settings) or _is_channels_last(read):
+        return 0
+    converted = {
+        "forward": (read, weight),
+        "data": (made, read, weight),
+        "weight": (read, made, weight),
+    }[kind]
+    return sum(_in_nhwc(tensor) for tensor in converted)
+
+
+def _runs_on_tensor_cores(card: Card, dtype: torch.dtype) -> bool:
+    if dtype is torch.float32:
+        return card.capability >= _WITH_TF32 and torch.backends.cudnn.allow_tf32
+    return card.capability >= _WITH_TENSOR_CORES and dtype in (torch.float16, torch.bfloat16)
+
+
+def _is_depthwise(weight: torch.Tensor, settings: Sequence[Any]) -> bool:
+    groups = settings[-1]
+    return bool(groups > 1 and weight.shape[1] == 1)
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+def _in_nhwc(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor with its channels padded to whole vectors of 16 bytes."""
+    vector = 16 // tensor.element_size()
+    channels = tensor.shape[1]
+    return tensor.numel() // max(channels, 1) * (-(-channels // vector) * vector) * tensor.element_size()

@@ -9,6 +9,7 @@ Promises:
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -16,11 +17,14 @@ import torch
 
 from batchwright.catalogue.gpus import Card, context_of, cublas_workspace_bytes
 from batchwright.device.peak_bytes import PeakBytes
+from batchwright.simulated.allocator_settings import AllocatorSettings
 from batchwright.simulated.attention import CurrentCard, register_attention
 from batchwright.simulated.autocast import register_autocast
 from batchwright.simulated.backend import switched_on
 from batchwright.simulated.caching_allocator import CachingAllocator, SimulatedOutOfMemory
 from batchwright.simulated.cuda_kernels import moments_on_card
+from batchwright.simulated.held_back import HeldBack
+from batchwright.simulated.replay import Requests
 from batchwright.simulated.torch_cuda import answering_for
 from batchwright.units import format_bytes
 
@@ -28,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from batchwright.device.moments import Moment
-    from batchwright.simulated.allocator_settings import AllocatorSettings
     from batchwright.simulated.cached_blocks import Block
+    from batchwright.simulated.expandable_segments import Listener
 
 _aten = torch.ops.aten
 _MULTIPLIES = {
@@ -44,31 +48,53 @@ _MULTIPLIES = {
 }
 
 
+def kernels_of(card: Card) -> tuple[object, ...]:
+    """What of a card decides which kernels run and what they hold; cards that agree in it trace alike."""
+    return (card.vendor, min(card.capability, (8, 0)), cublas_workspace_bytes(card))
+
+
 class SimulatedCard:
     """One card, from its context to its last block."""
 
-    def __init__(self, card: Card, settings: AllocatorSettings | None = None) -> None:
+    def __init__(
+        self,
+        card: Card,
+        settings: AllocatorSettings | None = None,
+        *,
+        is_roomy: bool = False,
+        listener: Listener | None = None,
+    ) -> None:
         self.card = card
         self.context = context_of(card)
-        capacity = card.total_bytes - self.context.typical_bytes
-        self.allocator = CachingAllocator(capacity) if settings is None else CachingAllocator(capacity, settings)
+        settings = settings or AllocatorSettings()
+        self.allocator = CachingAllocator(
+            None if is_roomy else max(card.total_bytes - self.context.typical_bytes, 0),
+            settings,
+            settings.allowed_bytes(card.total_bytes),
+            listener=listener,
+        )
         self._workspaces: dict[str, Block] = {}
+        self.held_back = HeldBack()
+        self.requests = Requests()
 
     @contextmanager
     def running(self) -> Iterator[torch.device]:
         """Have torch take this card for real, and yield the device that stands for it."""
+        # Dynamo makes a table of torch's functions when it is first imported, which must not be while some stand in.
+        import_module("torch._dynamo")
         register_autocast()
         register_attention()
         with ExitStack() as stack:
             device = stack.enter_context(switched_on())
             stack.enter_context(patch.object(CurrentCard, "card", self.card))
             stack.enter_context(answering_for(self.card, self.allocator))
+            stack.enter_context(self.held_back.watching())
             yield device
 
     def malloc(self, num_bytes: int) -> Block:
         """Take memory, or run out of it as the card would."""
         try:
-            return self.allocator.malloc(num_bytes)
+            block = self.allocator.malloc(num_bytes)
         except SimulatedOutOfMemory as error:
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {format_bytes(error.requested)}. {self.card.product} "
@@ -76,9 +102,12 @@ class SimulatedCard:
                 f"{format_bytes(error.free)} is free; {format_bytes(error.allocated)} is allocated by PyTorch, and "
                 f"{format_bytes(error.reserved - error.allocated)} is reserved by PyTorch but unallocated."
             ) from None
+        self.requests.took(block, num_bytes)
+        return block
 
     def free(self, block: Block) -> None:
         """Give memory back to the allocator."""
+        self.requests.gave_back(block)
         self.allocator.free(block)
 
     def workspaces_for(self, func: Callable[..., Any], phase: str) -> int:

@@ -9,7 +9,7 @@ Promises:
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,16 @@ class _InOrder:
         pass
 
 
+class _Graph:
+    """Refused: a class all the same, because type hints speak of it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise CannotTraceError(
+            "the step records a CUDA graph, whose memory pools of its own are not simulated.",
+            remedy="estimate the step without graphs; a graph keeps what it uses beside the rest",
+        )
+
+
 def answers(card: Card, allocator: CachingAllocator) -> dict[str, Any]:
     """Return what each name of `torch.cuda` stands for."""
     stats = allocator.stats
@@ -85,13 +95,13 @@ def answers(card: Card, allocator: CachingAllocator) -> dict[str, Any]:
         "empty_cache": allocator.empty_cache,
         "Stream": _InOrder,
         "Event": _InOrder,
-        "stream": lambda stream: nullcontext(),
-        "device": lambda device: nullcontext(),
+        "stream": _InOrder,
+        "device": _InOrder,
         "current_stream": lambda device=None: _InOrder(),
         "default_stream": lambda device=None: _InOrder(),
-        "CUDAGraph": _refuse_graphs,
-        "graph": _refuse_graphs,
-        "make_graphed_callables": _refuse_graphs,
+        "CUDAGraph": _Graph,
+        "graph": _Graph,
+        "make_graphed_callables": _Graph,
     }
 
 
@@ -142,10 +152,3 @@ def _memory_stats(allocator: CachingAllocator) -> dict[str, int]:
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
-
-
-def _refuse_graphs(*_: Any, **__: Any) -> None:
-    raise CannotTraceError(
-        "the step records a CUDA graph, whose memory pools of its own are not simulated.",
-        remedy="estimate the step without graphs; a graph keeps what it uses beside the rest",
-    )

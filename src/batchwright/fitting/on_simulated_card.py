@@ -1,0 +1,71 @@
+"""Probes on a card that is not there: the step is traced, and the replayed allocator says whether it fits.
+
+Promises:
+- the search is the same as on a real device, and so is what ends it: `torch.OutOfMemoryError`;
+- nothing runs, so nothing is certified and nothing of the user's is touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from batchwright.catalogue.gpus import context_of
+from batchwright.device.outcome import judge
+from batchwright.fitting.budget import Budget
+from batchwright.fitting.result import Restored
+from batchwright.memory.estimate import without_torchs_own_log
+from batchwright.memory.tracing import trace_workload
+from batchwright.simulated.simulated_card import SimulatedCard
+from batchwright.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from batchwright.catalogue.gpus import Card
+    from batchwright.device.outcome import Outcome
+    from batchwright.workload import Workload
+
+
+class OnSimulatedCard:
+    """Probes of a workload on one card of the catalogue."""
+
+    where = "on a simulated card: traced, not run"
+
+    def __init__(self, workload: Workload, card: Card, **told: Any) -> None:
+        self._workload = workload
+        self._card = card
+        self._told = told
+
+    @property
+    def on(self) -> str:
+        """The card."""
+        return self._card.name
+
+    def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
+        """Trace full steps on the card."""
+        card = SimulatedCard(self._card)
+
+        def run() -> tuple[float, ...]:
+            with without_torchs_own_log():
+                trace_workload(self._workload, micro_batch, shape=shape, card=card, **self._told)
+            return (0.0,)
+
+        found = judge(run, micro_batch=micro_batch, shape=shape, accumulation=1, peak=lambda: card.peak_bytes)
+        return replace(found, step_seconds=None, accumulation=self._told.get("accumulation", 1))
+
+    def restored(self) -> Restored:
+        """Nothing ran, so nothing was changed."""
+        return Restored(("everything, as nothing ran",), ())
+
+
+def budget_on(card: Card, margin: float) -> Budget:
+    """Return what PyTorch can take of a card: all but its context."""
+    context = context_of(card).typical_bytes
+    total = format_bytes(card.total_bytes)
+    return Budget(
+        max(card.total_bytes - context, 1),
+        margin,
+        (f"{card.product} has {total}, of which a CUDA context takes {format_bytes(context)}",),
+        was_asked=True,
+    )

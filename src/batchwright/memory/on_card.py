@@ -1,0 +1,133 @@
+"""A step on a simulated card: does it run there, what does it take, which size is the largest.
+
+Promises:
+- the peaks are those of a card with room to spare, as a run shows them that is far from the limit;
+- whether it fits is asked of the card itself, out-of-memory path and all: near the limit its allocator gives back what
+  it has cached, and a step may run whose peak on a larger card would not fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from batchwright.catalogue.gpus import Card, Context, find_card
+from batchwright.device.device import present_devices
+from batchwright.device.peak_bytes import PeakBytes
+from batchwright.errors import InvalidInputError, NothingFitsError
+from batchwright.memory.breakdown import break_down
+from batchwright.memory.largest import largest_within
+from batchwright.memory.tracing import Traced, trace_workload
+from batchwright.simulated.allocator_settings import AllocatorSettings
+from batchwright.simulated.replay import goes_through
+from batchwright.simulated.simulated_card import SimulatedCard
+from batchwright.units import format_bytes, parse_bytes, shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchwright.workload import Workload
+
+_UPPER_ALLOCATED, _UPPER_RESERVED = 1.03, 1.05
+_MACHINES_OWN = ("cuda", "mps", "xpu")
+
+
+def names_a_card(on: str) -> bool:
+    """Whether this is neither the CPU nor a device of this machine."""
+    return on.partition(":")[0] not in ("cpu", *_MACHINES_OWN)
+
+
+def card_named(on: str, *, memory: str | int | None = None) -> Card | None:
+    """Return the card to simulate, None for the CPU; `memory` is what it has, where that was said.
+
+    >>> card_named("cpu") is None, card_named("a100-40gb").generation
+    (True, 'ampere')
+    """
+    if on == "cpu":
+        return None
+    if on.partition(":")[0] in _MACHINES_OWN:
+        raise InvalidInputError(
+            f"{on} is a device of this machine, and an estimate runs nothing on it.",
+            remedy="--on with the name of a card, such as a100-40gb; batchwright fit --on cuda runs the step for real",
+        )
+    try:
+        card = find_card(on)
+    except InvalidInputError as error:
+        here = ", ".join(present_devices())
+        raise InvalidInputError(
+            f"no device and no card is called {shortened(on)}; this machine has: {here}.", remedy=error.remedy
+        ) from None
+    return card if memory is None else replace(card, total_bytes=parse_bytes(memory))
+
+
+@dataclass(frozen=True)
+class OnCard:
+    """A workload and the card it would run on."""
+
+    workload: Workload
+    card: Card
+    settings: AllocatorSettings
+    told: dict[str, Any]
+
+    def roomy(self) -> SimulatedCard:
+        """Return the card, with more memory than any step takes."""
+        return SimulatedCard(self.card, self.settings, is_roomy=True)
+
+    def traced(self, micro_batch: int) -> Traced:
+        """Trace it with room to spare."""
+        return trace_workload(self.workload, micro_batch, card=self.roomy(), **self.told)
+
+    def fits(self, traced: Traced) -> bool:
+        """Whether what was traced with room to spare runs on the card as it is."""
+        assert traced.context is not None
+        capacity = max(self.card.total_bytes - traced.context.typical_bytes, 0)
+        return goes_through(traced.requests, capacity, self.settings, self.card.total_bytes)
+
+    def largest(self, traced: Callable[[int], Traced], *, cap: int, to_the_last: bool = True) -> int:
+        """Return the largest micro-batch that runs; or, in fewer looks, the largest whose peak has room to spare."""
+        # One whose peak has room on the card runs for certain. Beyond, the card has the last word, up to the size whose
+        # live tensors alone are too large.
+        low = largest_within(lambda size: device_peak(traced(size)), self.card.total_bytes, cap=cap) or 0
+        high = low + 1
+        while to_the_last and high <= cap and self.fits(traced(high)):
+            low, high = high, min(2 * high - low + 1, cap + 1)
+        while to_the_last and high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fits(traced(middle)) else (low, middle)
+        if not low and not self.fits(traced(1)):
+            raise self.nothing_fits(traced(1))
+        return max(low, 1)
+
+    def nothing_fits(self, smallest: Traced) -> NothingFitsError:
+        """Say what micro-batch 1 would take."""
+        assert smallest.context is not None
+        parts = sorted(break_down(smallest.log).parts.items(), key=lambda part: -part[1])
+        told = ", ".join(f"{part} {format_bytes(num_bytes)}" for part, num_bytes in parts if num_bytes >= 2**20)
+        return NothingFitsError(
+            f"micro-batch 1 does not fit on {self.card.product} with {format_bytes(self.card.total_bytes)}.",
+            details=[
+                f"needed {format_bytes(device_peak(smallest))}: {told}, "
+                f"context {format_bytes(smallest.context.typical_bytes)}"
+            ],
+            remedy="--what-if in place of --max prints what each change of the set-up would save",
+        )
+
+
+def device_peak(traced: Traced) -> int:
+    """Bytes of a card that a run takes, context and all."""
+    assert traced.peaks is not None
+    assert traced.peaks.device is not None
+    return traced.peaks.device
+
+
+def upper_on_card(peaks: PeakBytes, context: Context) -> PeakBytes:
+    """What the peaks stay below."""
+    assert peaks.allocated is not None
+    assert peaks.reserved is not None
+    reserved = round(peaks.reserved * _UPPER_RESERVED)
+    return PeakBytes(round(peaks.allocated * _UPPER_ALLOCATED), reserved, reserved + context.high_bytes)
+
+
+def read_settings(text: str | AllocatorSettings | None) -> AllocatorSettings:
+    """Read allocator settings as PYTORCH_ALLOC_CONF has them."""
+    return AllocatorSettings.parse(text) if isinstance(text, str) else text or AllocatorSettings()
