@@ -18,6 +18,8 @@ from batchwright.sampler.epoch_order import CutOrder, cut_in_windows
 from batchwright.sampler.rounds import Rounds, deal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
     from batchwright.sampler.cost import Budget
@@ -96,6 +98,20 @@ class EpochPlan:
         found = np.empty(len(flat), np.int64)
         found[in_order] = np.asarray(total)[back]
         return found.reshape(shape) * self._real
+
+
+@dataclass
+class FirstEpoch:
+    """How many batches epoch 0 has, by which every epoch has as many rounds: noted when it is planned, else counted."""
+
+    count: Callable[[], int]
+    number: int | None = None
+
+    def batches(self) -> int:
+        """Return them."""
+        if self.number is None:
+            self.number = self.count()
+        return self.number
 
 
 def rounds_of_every_epoch(first_batches: int, mixing: Mixing, ranks: int) -> int:

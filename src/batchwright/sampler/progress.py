@@ -17,11 +17,10 @@ from batchwright.sampler.epoch_plan import EpochPlan, Mixing, cut_epoch, plan_ep
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy.typing as npt
 
     from batchwright.sampler.cost import Budget
+    from batchwright.sampler.epoch_plan import FirstEpoch
 
     Numbers = npt.NDArray[np.int64]
 
@@ -66,24 +65,22 @@ class EpochProgress:
         budget: Budget,
         mixing: Mixing,
         seed: int,
-        first_batches: Callable[[], int] = lambda: 0,
+        first: FirstEpoch,
     ) -> EpochPlan:
-        """Plan what is left of the epoch; `usable` are the samples that take part, all where None.
-
-        `first_batches` tells how many batches epoch 0 has, by which all have as many rounds.
-        """
+        """Plan what is left of the epoch; `usable` are the samples that take part, all where None."""
         left, least = usable, 0
         found = None
         for number, segment in enumerate(self.segments):
             if found is not None:
                 left, least = found.left_after(self.segments[number - 1].rounds), 0
             elif self.epoch > 0:
-                least = rounds_of_every_epoch(first_batches(), mixing, segment.ranks)
+                least = rounds_of_every_epoch(first.batches(), mixing, segment.ranks)
             rng = np.random.default_rng((seed, self.epoch, number))
             most = least * segment.ranks or None
             cut = cut_epoch(lengths, budget, mixing, rng=rng, left=left, most_batches=most)
             if found is None and self.epoch == 0:
-                least = rounds_of_every_epoch(len(cut.starts), mixing, segment.ranks)
+                first.number = len(cut.starts)
+                least = rounds_of_every_epoch(first.number, mixing, segment.ranks)
             found = plan_epoch(lengths, cut, budget, ranks=segment.ranks, rng=rng, least_rounds=least)
         assert found is not None, "an epoch has begun"
         return found

@@ -17,7 +17,7 @@ import numpy as np
 
 from batchwright.errors import InvalidInputError
 from batchwright.sampler.cost import BatchCost, Budget
-from batchwright.sampler.epoch_plan import cut_epoch
+from batchwright.sampler.epoch_plan import FirstEpoch, cut_epoch
 from batchwright.sampler.lengths import lengths_of
 from batchwright.sampler.mixing_by_waste import choose_mixing
 from batchwright.sampler.oversize import usable_samples
@@ -83,7 +83,7 @@ class TokenBatchSampler:
         self._plan: EpochPlan | None = None
         self._received = Received()
         self._first = self._num_passes = 0
-        self._first_batches: int | None = None
+        self._first_epoch = FirstEpoch(self._count_first)
         self.is_resumed = False
         """Whether the next pass goes on where a state stood."""
         self._print: str | None = None
@@ -230,15 +230,11 @@ class TokenBatchSampler:
 
     def _planned(self, progress: EpochProgress) -> EpochPlan:
         some = (self.lengths, self._usable.samples, self.budget, self._mixing)
-        return progress.plan(*some, self.seed, self._count_first)
+        return progress.plan(*some, self.seed, self._first_epoch)
 
     def _count_first(self) -> int:
-        """Count the batches of epoch 0, by which every epoch has as many rounds."""
-        if self._first_batches is None:
-            rng = np.random.default_rng((self.seed, 0, 0))
-            left = self._usable.samples
-            self._first_batches = len(cut_epoch(self.lengths, self.budget, self._mixing, rng=rng, left=left).starts)
-        return self._first_batches
+        rng, left = np.random.default_rng((self.seed, 0, 0)), self._usable.samples
+        return len(cut_epoch(self.lengths, self.budget, self._mixing, rng=rng, left=left).starts)
 
     @property
     def planned(self) -> EpochPlan:
