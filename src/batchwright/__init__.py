@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from batchwright.integrations.audit import audit
     from batchwright.memory.estimate import estimate
     from batchwright.memory.recommend import Recommendation, recommend
+    from batchwright.memory.recorded_run import record_run
     from batchwright.memory.result import Estimate
     from batchwright.noise.best_batch import best_batch
     from batchwright.noise.branches import measure_critical_batch
@@ -66,6 +67,7 @@ __all__ = [
     "pack",
     "plan",
     "recommend",
+    "record_run",
 ]
 
 _HOMES = {
@@ -95,6 +97,7 @@ _HOMES = {
     "pack": "sampler.pack",
     "plan": "planning.plan",
     "recommend": "memory.recommend",
+    "record_run": "memory.recorded_run",
 }
 
 

@@ -22,6 +22,8 @@ from batchwright.units import parse_whole_number, shortened
 @click.option("--max", "find_max", is_flag=True, help="Find the largest micro-batch within --memory, or on the card.")
 @click.option("--memory", metavar="AMOUNT", help="A budget such as 16GiB, for --max; on a card, what it has.")
 @click.option("--allocator", metavar="SETTINGS", help="On a card: as in PYTORCH_ALLOC_CONF.")
+@click.option("--snapshot", metavar="FILE", help="On a card: write PyTorch's memory snapshot of the predicted run.")
+@click.option("--calibrate", metavar="RUN.json", help="On a card: set fixed parts right by a run of bw.record_run.")
 @click.option("--what-if", is_flag=True, help="Also print what each change of the set-up would save.")
 @click.option("--seq-len", type=Count(), help="Named models: tokens per sample.  [default: 1024]")
 @click.option("--precision", help="Named models: fp32, bf16 or mixed.  [default: bf16]")
@@ -54,7 +56,19 @@ def command(ctx: click.Context, /, target: str, as_json: bool, **options: Any) -
 
 
 _FOR_NAMED = {"seq_len", "precision", "optimizer", "checkpointing", "zero", "devices", "tuning"}
-_FOR_WORKLOADS = {"shapes", "accumulation", "clip_norm", "routing", "find_max", "memory", "what_if", "on", "allocator"}
+_FOR_WORKLOADS = {
+    "shapes",
+    "accumulation",
+    "clip_norm",
+    "routing",
+    "find_max",
+    "memory",
+    "what_if",
+    "on",
+    "allocator",
+    "snapshot",
+    "calibrate",
+}
 
 
 def _traced(target: str, options: dict[str, Any], given: set[str]) -> Any:
@@ -65,8 +79,10 @@ def _traced(target: str, options: dict[str, Any], given: set[str]) -> Any:
     if options["find_max"] and "micro_batch" in given:
         raise InvalidInputError("--max finds the micro-batch, so --micro-batch is left out.")
     on_all = options["on"] == "all"
-    if on_all and given & {"find_max", "memory", "what_if"}:
-        raise InvalidInputError("--on all answers for every card by itself: --max, --memory and --what-if have no say.")
+    if on_all and given & {"find_max", "memory", "what_if", "snapshot", "calibrate"}:
+        raise InvalidInputError(
+            "--on all asks every card by itself: --max, --memory, --what-if, --snapshot and --calibrate have no say."
+        )
     from batchwright.memory.estimate import estimate
     from batchwright.memory.every_card import estimate_every_card
     from batchwright.report.progress import Progress
@@ -79,7 +95,7 @@ def _traced(target: str, options: dict[str, Any], given: set[str]) -> Any:
         workload = load_workload(target)
         if on_all:
             return estimate_every_card(workload, progress=progress.say, **told)
-        more = {name: options[name] for name in ("on", "memory", "find_max", "what_if")}
+        more = {name: options[name] for name in ("on", "memory", "find_max", "what_if", "snapshot", "calibrate")}
         return estimate(workload, progress=progress.say, **told, **more)
 
 

@@ -12,6 +12,7 @@ import inspect
 import logging
 import math
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchwright.device.peak_bytes import PeakBytes
@@ -51,6 +52,8 @@ def estimate(
     memory: str | int | None = None,
     find_max: bool = False,
     allocator: str | AllocatorSettings | None = None,
+    snapshot: str | Path | None = None,
+    calibrate: str | Path | None = None,
     what_if: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Estimate:
@@ -72,15 +75,23 @@ def estimate(
     catalogue such as "a100-40gb", which is simulated: its peaks are allocated, reserved and device, and `fits` says
     whether the step runs there. With `memory`, a budget such as "16GiB" (of a card: what it has), or on a card with
     `find_max`, the largest micro-batch that stays within it is found first, and the answer is its estimate. `allocator`
-    are a card's settings as PYTORCH_ALLOC_CONF has them. `progress` is told what is being traced.
+    are a card's settings as PYTORCH_ALLOC_CONF has them, and `snapshot` is a file for PyTorch's own memory snapshot of
+    the run, to be opened with pytorch.org/memory_viz. `calibrate` is a file that `record_run` wrote on such a card, by
+    which the fixed parts are set right. `progress` is told what is being traced.
     """
     card = card_named(on, memory=memory)
     limit = card.total_bytes if card is not None else None if memory is None else parse_bytes(memory)
     say = progress or (lambda _: None)
     told: dict[str, Any] = {"shape": shape, "accumulation": accumulation, "clip_norm": clip_norm, "routing": routing}
-    if card is None and allocator is not None:
-        raise InvalidInputError("allocator settings are CUDA's: they need a card.", remedy="--on a100-40gb")
+    if card is None and not (allocator is snapshot is calibrate is None):
+        raise InvalidInputError(
+            "allocator settings, memory snapshots and recorded runs are CUDA's: they need a card.",
+            remedy="--on a100-40gb",
+        )
     there = None if card is None else OnCard(workload, card, read_settings(allocator), told)
+    if there is not None and calibrate is not None:
+        say("tracing the recorded run")
+        there = there.calibrated(calibrate)
 
     runs: dict[int, Traced] = {}
 
@@ -109,6 +120,9 @@ def estimate(
         other = parts_at_the_same_moment(run.log, traced(other_size).log) if other_size else {}
         savings = what_if_savings(workload, size, run.log, there=there, progress=say, **told) if what_if else ()
         fits = None if there is None else there.fits(run)
+        if there is not None and snapshot is not None:
+            say(f"writing the snapshot of micro-batch {size:,}")
+            there.write_snapshot(size, Path(snapshot))
     return Estimate(
         name=workload.name,
         micro_batch=size,

@@ -8,8 +8,11 @@ Promises:
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from batchwright.catalogue.gpus import Card, Context, find_card
 from batchwright.device.device import present_devices
@@ -17,14 +20,17 @@ from batchwright.device.peak_bytes import PeakBytes
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import break_down
 from batchwright.memory.largest import largest_within
+from batchwright.memory.recorded_run import Correction, read_run
 from batchwright.memory.tracing import Traced, trace_workload
 from batchwright.simulated.allocator_settings import AllocatorSettings
+from batchwright.simulated.memory_snapshot import History, write_snapshot
 from batchwright.simulated.replay import goes_through
 from batchwright.simulated.simulated_card import SimulatedCard
 from batchwright.units import format_bytes, parse_bytes, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from batchwright.workload import Workload
 
@@ -68,6 +74,7 @@ class OnCard:
     card: Card
     settings: AllocatorSettings
     told: dict[str, Any]
+    correction: Correction | None = None
 
     def roomy(self) -> SimulatedCard:
         """Return the card, with more memory than any step takes."""
@@ -75,12 +82,44 @@ class OnCard:
 
     def traced(self, micro_batch: int) -> Traced:
         """Trace it with room to spare."""
-        return trace_workload(self.workload, micro_batch, card=self.roomy(), **self.told)
+        found = trace_workload(self.workload, micro_batch, card=self.roomy(), **self.told)
+        if self.correction is None:
+            return found
+        assert found.peaks is not None
+        assert found.context is not None
+        peaks, context = self.correction.applied(found.peaks, found.context)
+        return replace(found, peaks=peaks, context=context)
+
+    def calibrated(self, file: str | Path) -> OnCard:
+        """Set predictions right by one real run on such a card."""
+        run = read_run(file)
+        if run.product not in (self.card.product, self.card.name) and not _is_card(run.product, self.card):
+            raise InvalidInputError(
+                f"'{file}' was recorded on {run.product}, and {self.card.name} is asked about.",
+                remedy="a run on the same card: context and libraries differ from card to card",
+            )
+        told = {**self.told, "shape": run.shape, "accumulation": run.accumulation, "clip_norm": run.clip_norm}
+        predicted = trace_workload(self.workload, run.micro_batch, card=self.roomy(), **told)
+        assert predicted.peaks is not None
+        return replace(self, correction=Correction.between(run, predicted.peaks))
+
+    def write_snapshot(self, micro_batch: int, file: Path) -> None:
+        """Trace it once more on the card as it is, and write PyTorch's own memory snapshot of the run.
+
+        A run that ends out of memory is written as well: that is when one wants to look.
+        """
+        history = History()
+        card = SimulatedCard(self.card, self.settings, history=history)
+        with suppress(torch.OutOfMemoryError):
+            trace_workload(self.workload, micro_batch, card=card, **self.told)
+        write_snapshot(file, history, card.allocator)
 
     def fits(self, traced: Traced) -> bool:
         """Whether what was traced with room to spare runs on the card as it is."""
         assert traced.context is not None
-        capacity = max(self.card.total_bytes - traced.context.typical_bytes, 0)
+        # What a real run took beyond its prediction is not among the requests; it is taken off what there is.
+        beyond = 0 if self.correction is None else max(self.correction.reserved, 0)
+        capacity = max(self.card.total_bytes - traced.context.typical_bytes - beyond, 0)
         return goes_through(traced.requests, capacity, self.settings, self.card.total_bytes)
 
     def largest(self, traced: Callable[[int], Traced], *, cap: int, to_the_last: bool = True) -> int:
@@ -111,6 +150,13 @@ class OnCard:
             ],
             remedy="--what-if in place of --max prints what each change of the set-up would save",
         )
+
+
+def _is_card(product: str, card: Card) -> bool:
+    try:
+        return find_card(product) == find_card(card.name)
+    except InvalidInputError:
+        return False
 
 
 def device_peak(traced: Traced) -> int:

@@ -223,7 +223,8 @@ class Trace(TorchDispatchMode):
                 self.log.changes.append((block, num_bytes - block.num_bytes))
                 block.num_bytes = num_bytes
                 if self.card is not None:
-                    before, block.handle = block.handle, self.card.malloc(num_bytes)
+                    owner = (operator, block.module, self.log.phase)
+                    before, block.handle = block.handle, self.card.malloc(num_bytes, owner)
                     self.card.free(before)
             return
         if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
@@ -245,7 +246,7 @@ class Trace(TorchDispatchMode):
             num_bytes, phase, module, operator, shape, part, is_recomputed=in_backward and bool(self._modules)
         )
         if self.card is not None:
-            block.handle = self.card.malloc(num_bytes)
+            block.handle = self.card.malloc(num_bytes, (operator, module, phase))
         self.log.changes.append((block, num_bytes))
         return block
 

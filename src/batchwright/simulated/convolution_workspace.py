@@ -2,7 +2,8 @@
 
 cuDNN's kernels for tensor cores read NHWC. Given NCHW tensors they convert what they read, and of gradients what they
 write, in a workspace: profiles of such runs show nchwToNhwc kernels before each of them. Tensors in channels_last need
-none of it, depthwise convolutions run in PyTorch's own kernels, and without tensor cores there is nothing to convert.
+none of it, 1x1 convolutions are products of matrices, depthwise ones run in PyTorch's own kernels, and without tensor
+cores there is nothing to convert. Which kernel cuDNN's heuristics choose is not public: this is what they usually do.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def convolution_workspace(
     card: Card, kind: str, read: torch.Tensor, weight: torch.Tensor, made: torch.Tensor, settings: Sequence[Any]
 ) -> int:
     """Return the bytes cuDNN holds while one convolution runs: `forward`, or the gradient of `data` or `weight`."""
-    if not _runs_on_tensor_cores(card, read.dtype) or _is_depthwise(weight, settings) or _is_channels_last(read):
+    is_product = weight.shape[2:].numel() == 1  # of matrices: there is no neighbourhood to gather
+    if is_product or not _runs_on_tensor_cores(card, read.dtype) or settings[-1] > 1 or _is_channels_last(read):
         return 0
     converted = {
         "forward": (read, weight),
@@ -37,11 +39,6 @@ def _runs_on_tensor_cores(card: Card, dtype: torch.dtype) -> bool:
     if dtype is torch.float32:
         return card.capability >= _WITH_TF32 and torch.backends.cudnn.allow_tf32
     return card.capability >= _WITH_TENSOR_CORES and dtype in (torch.float16, torch.bfloat16)
-
-
-def _is_depthwise(weight: torch.Tensor, settings: Sequence[Any]) -> bool:
-    groups = settings[-1]
-    return bool(groups > 1 and weight.shape[1] == 1)
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:

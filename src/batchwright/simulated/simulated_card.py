@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from batchwright.device.moments import Moment
     from batchwright.simulated.cached_blocks import Block
-    from batchwright.simulated.expandable_segments import Listener
+    from batchwright.simulated.memory_snapshot import History, Owner
 
 _aten = torch.ops.aten
 _MULTIPLIES = {
@@ -62,7 +62,7 @@ class SimulatedCard:
         settings: AllocatorSettings | None = None,
         *,
         is_roomy: bool = False,
-        listener: Listener | None = None,
+        history: History | None = None,
     ) -> None:
         self.card = card
         self.context = context_of(card)
@@ -71,8 +71,9 @@ class SimulatedCard:
             None if is_roomy else max(card.total_bytes - self.context.typical_bytes, 0),
             settings,
             settings.allowed_bytes(card.total_bytes),
-            listener=listener,
+            listener=None if history is None else history.listen,
         )
+        self.history = history
         self._workspaces: dict[str, Block] = {}
         self.held_back = HeldBack()
         self.requests = Requests()
@@ -91,8 +92,10 @@ class SimulatedCard:
             stack.enter_context(self.held_back.watching())
             yield device
 
-    def malloc(self, num_bytes: int) -> Block:
-        """Take memory, or run out of it as the card would."""
+    def malloc(self, num_bytes: int, owner: Owner = ("", "", "")) -> Block:
+        """Take memory, or run out of it as the card would; `owner` is who asked, for a history."""
+        if self.history is not None:
+            self.history.owner = owner
         try:
             block = self.allocator.malloc(num_bytes)
         except SimulatedOutOfMemory as error:
@@ -116,7 +119,7 @@ class SimulatedCard:
         if func not in _MULTIPLIES or thread in self._workspaces:
             return 0
         num_bytes = cublas_workspace_bytes(self.card)
-        self._workspaces[thread] = self.malloc(num_bytes)
+        self._workspaces[thread] = self.malloc(num_bytes, ("cuBLAS workspace", "", phase))
         return num_bytes
 
     def moments_of(
