@@ -9,7 +9,8 @@ from batchwright.cli.options import Count, json_option, print_json
 
 @click.command("recommend")
 @click.argument("sizes", nargs=-1, required=True, metavar="SIZE...")
-@click.option("--memory", multiple=True, required=True, help="Memory of the device, such as 24GiB; a list is fine.")
+@click.option("--memory", multiple=True, help="Memory of the device, such as 24GiB; a list is fine.")
+@click.option("--on", multiple=True, metavar="CARD", help="A card instead, such as a100-40gb; a list is fine.")
 @click.option("--task", default="classification", show_default=True, help="classification, generation or qa.")
 @click.option("--tuning", default="lora", show_default=True, help="full, lora or qlora.")
 @click.option("--seq-len", type=Count(), default=512, show_default=True, help="Tokens of the longest sample.")
@@ -19,6 +20,7 @@ from batchwright.cli.options import Count, json_option, print_json
 def command(
     sizes: tuple[str, ...],
     memory: tuple[str, ...],
+    on: tuple[str, ...],
     task: str,
     tuning: str,
     seq_len: int,
@@ -31,6 +33,7 @@ def command(
     \b
     batchwright recommend 7b --memory 24GiB --task generation
     batchwright recommend 7b,13b,30b --memory 8GB,16GB,24GB,40GB --tuning qlora
+    batchwright recommend 7b --on a100-40gb,rtx-4090-24gb --task generation
     batchwright recommend qwen2.5-7b --memory 80GiB --tuning full --seq-len 2048 --checkpointing
     """
     from batchwright.memory.recommend import recommend
@@ -39,6 +42,7 @@ def command(
     recommendation = recommend(
         _listed(sizes),
         _listed(memory),
+        on=_listed(on),
         task=task,
         tuning=tuning,
         seq_len=seq_len,

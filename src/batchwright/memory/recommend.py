@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from batchwright.catalogue.gpus import context_of, find_card
 from batchwright.catalogue.models import find_model
 from batchwright.errors import InvalidInputError
 from batchwright.memory.formulas import checked_length
@@ -60,6 +61,8 @@ class Answer:
     needed_bytes: int
     remedy: str
     rule_of_thumb: RuleOfThumb | None
+    on: str | None = None
+    """The card whose memory it is, where one was named."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,9 @@ class Recommendation:
 
 def recommend(
     sizes: str | Iterable[str],
-    memory: str | int | Iterable[str | int],
+    memory: str | int | Iterable[str | int] = (),
     *,
+    on: str | Iterable[str] = (),
     task: str = "classification",
     tuning: str = "lora",
     seq_len: int = 512,
@@ -130,17 +134,23 @@ def recommend(
     >>> [a.recommended_batch_size for a in recommend(["7b", "13b"], ["24GB", "40GB"], tuning="qlora").answers]
     [4, 8, 2, 4]
 
-    A size is 1b, 3b, 7b, 13b, 30b or 70b, or any name of the catalogue; a memory is bytes or text such as "24GiB".
+    A size is 1b, 3b, 7b, 13b, 30b or 70b, or any name of the catalogue; a memory is bytes or text such as "24GiB". `on`
+    names cards of the catalogue instead, such as "a100-40gb": what torch sees of their memory, less the context.
     """
     if not isinstance(task, str) or task.lower() not in TASKS:
         raise InvalidInputError(f"task must be one of {', '.join(TASKS)}; received {shortened(task)}.")
     setup = Setup.of(precision=precision, tuning=tuning, checkpointing=checkpointing)
     wanted = [sizes] if isinstance(sizes, str) else list(sizes)
     memories = [memory] if isinstance(memory, (str, int)) else list(memory)
-    if not wanted or not memories:
-        raise InvalidInputError("a recommendation needs at least one size and one memory.", remedy="7b in 24GiB")
+    cards = [find_card(name) for name in ([on] if isinstance(on, str) else on)]
+    if not wanted or not (memories or cards):
+        raise InvalidInputError(
+            "a recommendation needs at least one size, and one memory or card.",
+            remedy="--memory 24GiB or --on a100-40gb",
+        )
     shapes = [(size, find_model(SIZES.get(size.lower(), size) if isinstance(size, str) else size)) for size in wanted]
-    amounts = [parse_bytes(amount) for amount in memories]
+    places: list[tuple[int, str | None]] = [(parse_bytes(amount), None) for amount in memories]
+    places += [(card.total_bytes - context_of(card).typical_bytes, card.name) for card in cards]
     length = min(checked_length(shape, seq_len) for _, shape in shapes)
     return Recommendation(
         task.lower(),
@@ -149,7 +159,9 @@ def recommend(
         setup.precision.name,
         setup.checkpointing,
         tuple(
-            _answer(size, shape, amount, setup, length, task.lower()) for size, shape in shapes for amount in amounts
+            replace(_answer(size, shape, amount, setup, length, task.lower()), on=card)
+            for size, shape in shapes
+            for amount, card in places
         ),
     )
 

@@ -27,7 +27,7 @@ def summarize_recommendation(recommendation: Recommendation) -> str:
     if len(recommendation.answers) > 1:
         return asked
     answer = recommendation.answers[0]
-    place = f"{answer.model} in {format_bytes(answer.memory_bytes)}"
+    place = f"{answer.model} in {_memory(answer)}"
     if answer.fits:
         return f"{place}: micro-batch {answer.recommended_batch_size:,} ({asked})"
     return f"{place}: nothing fits; micro-batch 1 needs {format_bytes(answer.needed_bytes)} ({asked})"
@@ -38,7 +38,7 @@ def recommendation_columns(recommendation: Recommendation) -> Columns:
     answers = recommendation.answers
     columns = [
         ("model", [answer.size for answer in answers]),
-        ("memory", [format_bytes(answer.memory_bytes) for answer in answers]),
+        ("memory", [_memory(answer) for answer in answers]),
         ("micro-\nbatch", [_count(answer.recommended_batch_size) for answer in answers]),
         ("a sample\nadds", [format_bytes(answer.memory_per_sample) for answer in answers]),
         ("predicted\npeak", [_peak(answer) for answer in answers]),
@@ -97,3 +97,8 @@ def _peak(answer: Answer) -> str:
 
 def _rule(answer: Answer) -> str:
     return f"{answer.rule_of_thumb.recommended_batch_size:,}" if answer.rule_of_thumb else "-"
+
+
+def _memory(answer: Answer) -> str:
+    amount = format_bytes(answer.memory_bytes)
+    return amount if answer.on is None else f"{amount} ({answer.on})"
