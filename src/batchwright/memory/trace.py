@@ -29,7 +29,7 @@ from batchwright.memory.known_values import KnownValues
 from batchwright.memory.outside_tensors import OutsideTensors, part_of_outside, users_line
 from batchwright.memory.refusals import shapes_from, storage_of
 from batchwright.memory.routing import Routing
-from batchwright.simulated.backend import is_on_card
+from batchwright.simulated.backend import card_device, is_on_card
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,6 +153,9 @@ class Trace(TorchDispatchMode):
             if func is _COPY and isinstance(args[0], FakeTensor):
                 # Fake tensors compute with small constants for real, and on the card there is nothing to compute with.
                 args[0].constant = None
+            # A device that was not named in a call of torch's but handed on inside of one.
+            args = tuple(card_device(value) for value in args)
+            kwargs = {name: card_device(value) for name, value in kwargs.items()}
             self._library_takes(self.card.workspaces_for(func, self.log.phase))
             return self._run(func, args, kwargs)
 

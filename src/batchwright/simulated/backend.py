@@ -100,3 +100,8 @@ def is_on_card(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies on the simulated card; `tensor.device` says cuda there, and a fake storage is on meta."""
     device: torch.device | None = getattr(tensor, "fake_device", None)
     return device is not None and device.type == NAME
+
+
+def card_device(value: Any) -> Any:
+    """Return the simulated device for one that names a GPU; anything else as it is."""
+    return torch.device(NAME, 0) if isinstance(value, torch.device) and value.type == "cuda" else value

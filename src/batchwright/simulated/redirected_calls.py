@@ -18,8 +18,6 @@ from batchwright.simulated.backend import NAME, is_on_card
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_SEEN_AS = torch.device("cuda", 0)
-_DEVICE = torch.Tensor.device.__get__
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _GET_DEVICE = torch.Tensor.get_device
 _FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
@@ -40,9 +38,10 @@ class RedirectedCalls(TorchFunctionMode):
     ) -> Any:
         """Run one call of torch, its devices exchanged."""
         kwargs = kwargs or {}
-        if func is _DEVICE:
-            return _SEEN_AS if is_on_card(args[0]) else func(*args)
-        if func is _IS_CUDA:
+        if func is torch.device:
+            return func(*args, **kwargs)  # a name is only led where it is used
+        # Getters are made anew each time they are looked up, so they are equal, not the same.
+        if func == _IS_CUDA:
             return is_on_card(args[0])
         if func is _GET_DEVICE:
             return 0 if is_on_card(args[0]) else func(*args)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from batchwright.simulated.caching_allocator import CachingAllocator
 
 _FIRST_WITH_BFLOAT16 = (8, 0)
+_SEEN_AS = torch.device("cuda", 0)
 
 
 class _InOrder:
@@ -121,8 +122,21 @@ def answering_for(card: Card, allocator: CachingAllocator) -> Iterator[None]:
             module: Any = import_module(name)
             types = [*module._foreach_supported_types, FakeTensor]
             stack.enter_context(patch.object(module, "_foreach_supported_types", types))
+        true_device: Any = vars(FakeTensor)["device"]
+        stack.enter_context(patch.object(FakeTensor, "device", property(_seen_device(true_device.fget))))
         stack.callback(forget_casts)
         yield
+
+
+def _seen_device(true_device: Any) -> Callable[[Any], torch.device]:
+    """Have a tensor say of its device: cuda to a step, the truth to torch's own work on fake tensors."""
+
+    def seen(tensor: Any) -> torch.device:
+        device: torch.device = true_device(tensor)
+        is_asked_by_step = torch._C._is_torch_function_mode_enabled()
+        return _SEEN_AS if is_asked_by_step and device.type == NAME else device
+
+    return seen
 
 
 def _meaning_the_card(asked: Callable[..., Any]) -> Callable[..., Any]:
