@@ -181,7 +181,7 @@ def test_what_cannot_be_traced_is_a_clean_no_with_the_line(run: Run, file: Path)
         (["--routing", "even"], "routing must be one of balanced, worst; received 'even'."),
         (["--clip-norm", "small"], "'small' is not a valid float"),
         (["--seq-len", "128"], "--seq-len belongs to a model by name, and the target is a workload."),
-        (["--zero", "3", "--devices", "8"], "--devices, --zero belongs to a model by name"),
+        (["--zero", "3", "--devices", "8"], "--zero belongs to a model by name"),
         (["--checkpointing"], "--checkpointing belongs to a model by name"),
         (["--wibble"], "No such option"),
     ],

@@ -30,7 +30,7 @@ from batchwright.units import parse_whole_number, shortened
 @click.option("--optimizer", help="Named models: adamw, sgd, ...  [default: adamw]")
 @click.option("--checkpointing", is_flag=True, help="Named models: with activation checkpointing.")
 @click.option("--zero", type=Count(least=0), help="Named models: ZeRO stage 1, 2 or 3 over --devices.")
-@click.option("--devices", type=Count(), help="Named models: data-parallel ranks, for --zero.")
+@click.option("--devices", type=Count(), help="Data-parallel ranks: for --zero, or on a card, for the workload's wrap.")
 @click.option("--tuning", help="Named models: full, lora or qlora.  [default: full]")
 @json_option
 @click.pass_context
@@ -55,7 +55,7 @@ def command(ctx: click.Context, /, target: str, as_json: bool, **options: Any) -
     return int(answer.fits is False)
 
 
-_FOR_NAMED = {"seq_len", "precision", "optimizer", "checkpointing", "zero", "devices", "tuning"}
+_FOR_NAMED = {"seq_len", "precision", "optimizer", "checkpointing", "zero", "tuning"}
 _FOR_WORKLOADS = {
     "shapes",
     "accumulation",
@@ -94,9 +94,9 @@ def _traced(target: str, options: dict[str, Any], given: set[str]) -> Any:
         progress.say(f"loading {target}")
         workload = load_workload(target)
         if on_all:
-            return estimate_every_card(workload, progress=progress.say, **told)
+            return estimate_every_card(workload, progress=progress.say, devices=options["devices"] or 1, **told)
         more = {name: options[name] for name in ("on", "memory", "find_max", "what_if", "snapshot", "calibrate")}
-        return estimate(workload, progress=progress.say, **told, **more)
+        return estimate(workload, progress=progress.say, devices=options["devices"] or 1, **told, **more)
 
 
 def _by_formula(target: str, options: dict[str, Any], given: set[str]) -> Any:
@@ -109,7 +109,7 @@ def _by_formula(target: str, options: dict[str, Any], given: set[str]) -> Any:
         )
     if options["devices"] is not None and options["zero"] is None:
         raise InvalidInputError("--devices changes nothing without --zero.", remedy="--zero 3 --devices 8")
-    chosen = {name: options[name] for name in _FOR_NAMED if options[name] is not None}
+    chosen = {name: options[name] for name in (*_FOR_NAMED, "devices") if options[name] is not None}
     return estimate_named(target, micro_batch=options["micro_batch"], **{"seq_len": 1024, **chosen})
 
 

@@ -51,6 +51,7 @@ def estimate(
     routing: str = "balanced",
     memory: str | int | None = None,
     find_max: bool = False,
+    devices: int = 1,
     allocator: str | AllocatorSettings | None = None,
     snapshot: str | Path | None = None,
     calibrate: str | Path | None = None,
@@ -74,10 +75,11 @@ def estimate(
     `shape` goes to the workload's `batch`; `accumulation` micro-batches make a step. `on` is "cpu", or a card of the
     catalogue such as "a100-40gb", which is simulated: its peaks are allocated, reserved and device, and `fits` says
     whether the step runs there. With `memory`, a budget such as "16GiB" (of a card: what it has), or on a card with
-    `find_max`, the largest micro-batch that stays within it is found first, and the answer is its estimate. `allocator`
-    are a card's settings as PYTORCH_ALLOC_CONF has them, and `snapshot` is a file for PyTorch's own memory snapshot of
-    the run, to be opened with pytorch.org/memory_viz. `calibrate` is a file that `record_run` wrote on such a card, by
-    which the fixed parts are set right. `progress` is told what is being traced.
+    `find_max`, the largest micro-batch that stays within it is found first, and the answer is its estimate. On a card,
+    `devices` makes it one of so many ranks: the workload's `wrap` runs over a process group that sends nothing.
+    `allocator` are a card's settings as PYTORCH_ALLOC_CONF has them, and `snapshot` is a file for PyTorch's own memory
+    snapshot of the run, to be opened with pytorch.org/memory_viz. `calibrate` is a file that `record_run` wrote on such
+    a card, by which the fixed parts are set right. `progress` is told what is being traced.
     """
     card = card_named(on, memory=memory)
     limit = card.total_bytes if card is not None else None if memory is None else parse_bytes(memory)
@@ -88,7 +90,8 @@ def estimate(
             "allocator settings, memory snapshots and recorded runs are CUDA's: they need a card.",
             remedy="--on a100-40gb",
         )
-    there = None if card is None else OnCard(workload, card, read_settings(allocator), told)
+    check_ranks(workload, devices, is_card=card is not None)
+    there = None if card is None else OnCard(workload, card, read_settings(allocator), {**told, "devices": devices})
     if there is not None and calibrate is not None:
         say("tracing the recorded run")
         there = there.calibrated(calibrate)
@@ -187,6 +190,19 @@ def _growth(parts: Mapping[str, int], other: Mapping[str, int], more: int) -> di
         part: None if part in _NOT_ON_A_HOST or not more else round((other.get(part, 0) - parts.get(part, 0)) / more)
         for part in PARTS
     }
+
+
+def check_ranks(workload: Workload, devices: int, *, is_card: bool) -> None:
+    """Say so where ranks cannot be simulated."""
+    if whole_number(devices, "devices") == 1:
+        return
+    if not is_card:
+        raise InvalidInputError("ranks are simulated on cards only.", remedy="--on a100-40gb")
+    if workload.wrap is None:
+        raise InvalidInputError(
+            f"{devices:,} devices were asked for, and the workload has no wrap= that spreads the model over them.",
+            remedy="wrap=lambda model: DistributedDataParallel(model), or one that calls fully_shard",
+        )
 
 
 def check_shape(workload: Workload, shape: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.catalogue.gpus import all_cards, context_of
 from batchwright.errors import NothingFitsError
-from batchwright.memory.estimate import LARGEST_MICRO_BATCH, check_shape, without_torchs_own_log
+from batchwright.memory.estimate import LARGEST_MICRO_BATCH, check_ranks, check_shape, without_torchs_own_log
 from batchwright.memory.on_card import OnCard, device_peak, read_settings
 from batchwright.memory.tracing import check_batches
 from batchwright.simulated.simulated_card import kernels_of
@@ -81,6 +81,7 @@ def estimate_every_card(
 ) -> EveryCard:
     """Ask every card of the catalogue; `step` is what else `estimate` takes of a step."""
     say = progress or (lambda _: None)
+    check_ranks(workload, step.get("devices", 1), is_card=True)
     check_shape(workload, shape or {})
     check_batches(workload, shape or {})
     settings = read_settings(allocator)

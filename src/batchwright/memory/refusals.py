@@ -85,10 +85,16 @@ def place_in_torch(error: AssertionError) -> str | None:
     return f"{Path(callers[-1].filename).stem}.{callers[-1].name}"
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what of a tensor that is sharded over ranks lies on this one."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
 def storage_of(tensor: torch.Tensor, operator: str) -> torch.UntypedStorage:
-    """The one storage of a tensor; what has none, or several, is refused."""
+    """The one storage of a tensor, of a sharded one that of its own shard; what has none, or several, is refused."""
     try:
-        return tensor.untyped_storage()
+        return local_part(tensor).untyped_storage()
     except NotImplementedError as error:
         kind = str(tensor.layout).removeprefix("torch.").removeprefix("_")
         kind = "opaque" if kind == "strided" else kind

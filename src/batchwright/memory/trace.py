@@ -16,6 +16,7 @@ import weakref
 from contextlib import ExitStack
 from traceback import extract_stack
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -27,7 +28,7 @@ from batchwright.memory.blocks import Block, Log
 from batchwright.memory.kernels import SHAPE_RULES, moments_of
 from batchwright.memory.known_values import KnownValues
 from batchwright.memory.outside_tensors import OutsideTensors, part_of_outside, users_line
-from batchwright.memory.refusals import shapes_from, storage_of
+from batchwright.memory.refusals import local_part, shapes_from, storage_of
 from batchwright.memory.routing import Routing
 from batchwright.simulated.backend import card_device, is_on_card
 
@@ -73,6 +74,8 @@ class Trace(TorchDispatchMode):
         self.values = KnownValues()
         self.routing = Routing(routing, self.values)
         self.optimizers: list[Any] = []
+        self.mode: Any = None
+        """The mode of the run's own fake tensors."""
         # Whether an operator ran whose own memory is not seen: then the peak is a lower bound.
         self.hides_memory = False
         self._alive: dict[int, Block] = {}
@@ -113,10 +116,14 @@ class Trace(TorchDispatchMode):
         for name, buffer in model.named_buffers():
             self._see(buffer, "buffer")
             self.mark(buffer, "weights", "buffer", name)
+        for name, module in model.named_modules():
+            for bucket in getattr(module, "gradient_buckets", ()):
+                self._see(bucket, "bucket")
+                self.mark(bucket, "gradients", "bucket", name)
 
     def mark(self, tensor: torch.Tensor | None, part: str, operator: str, name: str) -> None:
         """Say what a block turned out to be, and whose it is."""
-        block = None if tensor is None else self._alive.get(tensor.untyped_storage()._cdata)
+        block = None if tensor is None else self._alive.get(local_part(tensor).untyped_storage()._cdata)
         if block is not None:
             block.part, block.operator, block.module = part, operator, name
 
@@ -128,6 +135,7 @@ class Trace(TorchDispatchMode):
         leave = torch.nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True)
         self._hooks.callback(enter.remove)
         self._hooks.callback(leave.remove)
+        self._see_resizing()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -142,6 +150,8 @@ class Trace(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operator on fake tensors and note the storages it made."""
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # one sharded over ranks works on its own shard, and that comes by here again
         if self.card is None:
             return self._run(func, args, kwargs or {})
         return self.card.held_back.run(lambda: self._run_on_card(func, args, kwargs or {}))
@@ -212,9 +222,11 @@ class Trace(TorchDispatchMode):
             self.log.changes.append((block, num_bytes))
 
     def _see(self, tensor: torch.Tensor, operator: str) -> None:
+        if isinstance(tensor, FakeTensor) and self.mode is not None and tensor.fake_mode is not self.mode:
+            return  # somebody else's thought: sharded tensors find out their shapes on fake ones of full size
         storage = storage_of(tensor, operator)
         key, num_bytes = storage._cdata, storage.nbytes()
-        if self.card is not None and not is_on_card(tensor):
+        if self.card is not None and not is_on_card(local_part(tensor)):
             # The host's memory is another question; but its values may be known, and must be forgotten in time.
             if key not in self._on_host:
                 self._on_host.add(key)
@@ -222,13 +234,7 @@ class Trace(TorchDispatchMode):
             return
         block = self._alive.get(key)
         if block is not None:
-            if num_bytes != block.num_bytes:
-                self.log.changes.append((block, num_bytes - block.num_bytes))
-                block.num_bytes = num_bytes
-                if self.card is not None:
-                    owner = (operator, block.module, self.log.phase)
-                    before, block.handle = block.handle, self.card.malloc(num_bytes, owner)
-                    self.card.free(before)
+            self._resized(block, num_bytes, operator)
             return
         if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
             self.notes["some tensors are real: what they hold was counted, but was also allocated"] = None
@@ -240,6 +246,29 @@ class Trace(TorchDispatchMode):
         block = self._born(num_bytes, operator, shape=tuple(tensor.shape))
         self._alive[key] = block
         weakref.finalize(storage, self._storage_died, key)
+
+    def _resized(self, block: Block, num_bytes: int, operator: str) -> None:
+        if num_bytes == block.num_bytes:
+            return
+        self.log.changes.append((block, num_bytes - block.num_bytes))
+        block.num_bytes = num_bytes
+        if self.card is not None:
+            owner = (operator, block.module, self.log.phase)
+            before, block.handle = block.handle, self.card.malloc(num_bytes, owner)
+            self.card.free(before)
+
+    def _see_resizing(self) -> None:
+        """Storages are resized past every dispatcher: so FSDP2 lets go of gathered weights, and takes them again."""
+        resize: Any = torch.UntypedStorage.resize_
+
+        def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
+            found = resize(storage, size)
+            block = self._alive.get(storage._cdata)
+            if block is not None:
+                self._resized(block, storage.nbytes(), "resize_")
+            return found
+
+        self._hooks.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_note))
 
     def _born(self, num_bytes: int, operator: str, *, part: str | None = None, shape: tuple[int, ...] = ()) -> Block:
         phase = self.log.phase

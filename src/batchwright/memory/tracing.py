@@ -26,6 +26,7 @@ from batchwright.memory.outside_tensors import users_line
 from batchwright.memory.refusals import TORCHS_OWN, NotFollowedError, place_in_torch, values_stay_inside
 from batchwright.memory.trace import Trace
 from batchwright.simulated.redirected_calls import RedirectedCalls
+from batchwright.simulated.simulated_ranks import simulated_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -64,15 +65,17 @@ def trace_workload(
     clip_norm: float | None = None,
     routing: str = "balanced",
     card: SimulatedCard | None = None,
+    devices: int = 1,
 ) -> Traced:
-    """Trace full steps at one size, on the CPU or on a simulated card."""
+    """Trace full steps at one size, on the CPU or on a simulated card; on the latter as one of so many ranks."""
     if card is None:
         return _trace_on(
             torch.device("cpu"), workload, micro_batch, shape, steps, accumulation, clip_norm, Trace(routing=routing)
         )
-    with card.running() as device:
+    with card.running() as device, simulated_ranks(devices) if devices > 1 else nullcontext():
+        spread = workload if devices > 1 else replace(workload, wrap=None)
         traced = _trace_on(
-            device, workload, micro_batch, shape, steps, accumulation, clip_norm, Trace(routing=routing, card=card)
+            device, spread, micro_batch, shape, steps, accumulation, clip_norm, Trace(routing=routing, card=card)
         )
     events = tuple(card.requests.events)
     return replace(traced, peaks=card.peak_bytes, context=card.context, requests=events)
@@ -90,10 +93,16 @@ def _trace_on(
 ) -> Traced:
     with RedirectedCalls(torch.device("meta")) if trace.card is not None else nullcontext():
         skeleton, notes = build_skeleton(workload)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = trace.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    wrapped: list[nn.Module] = []
+    if trace.card is not None and workload.wrap is not None:
+        # Before anything is counted: what is sharded is never whole on a card where it was built on meta.
+        with mode, RedirectedCalls(device):
+            wrapped.append(workload.wrap(fake_copy(skeleton, mode, device)))
 
     def build(_: Workload, __: torch.device) -> nn.Module:
-        model = fake_copy(skeleton, mode, device)
+        model = wrapped.pop() if wrapped else fake_copy(skeleton, mode, device)
         trace.watch(model)
         return model
 

@@ -21,7 +21,7 @@ from batchwright.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NAME = "simulated_gpu"
+NAME = "simulated"
 _UNUSED = "privateuseone"
 
 

@@ -112,6 +112,7 @@ def answering_for(card: Card, allocator: CachingAllocator) -> Iterator[None]:
     with ExitStack() as stack:
         for name, answer in answers(card, allocator).items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
+        stack.enter_context(patch.object(torch._C, "_get_accelerator", lambda *_: torch.device("cuda")))
         # Where mixed precision is asked about CUDA, the simulated device is meant.
         for name in ("set_autocast_enabled", "is_autocast_enabled", "set_autocast_dtype", "get_autocast_dtype"):
             stack.enter_context(patch.object(torch, name, _meaning_the_card(getattr(torch, name))))
