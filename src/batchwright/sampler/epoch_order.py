@@ -73,7 +73,7 @@ def cut_in_windows(
     has_two = lengths.shape[1] == 2
     if has_two and np.ptp(lengths[:, 1]) > np.ptp(lengths[:, 0]):
         lengths = lengths[:, ::-1]  # sorted by the one that differs more
-    groups = rng.integers(0, num_windows, number)
+    groups = rng.integers(0, num_windows, number, dtype=np.uint32).astype(np.int64)
     if has_two and num_classes > 1:
         groups = groups * num_classes + _classes(lengths[:, 1], num_classes)
     order, padded, ends = _sorted(lengths[:, 0], groups, num_windows * num_classes, rng)
@@ -101,18 +101,22 @@ def _sorted(
         in_order, sorted_lengths = groups[order], lengths[order]
     else:
         tie_bits = min(spare, _TIE_BITS)
-        key = groups.astype(np.int64)
+        # In place, and ties in half the bytes: with millions of samples every further array costs as much as the sort.
+        key = groups
         key <<= length_bits
-        key |= longest - lengths
+        key += longest
+        key -= lengths
         key <<= tie_bits
-        key |= rng.integers(0, 1 << tie_bits, number)
+        key |= rng.integers(0, 1 << tie_bits, number, dtype=np.uint32)
         key <<= index_bits
-        key |= np.arange(number)
+        key |= np.arange(number, dtype=kind)
         key.sort()
         order = (key & ((1 << index_bits) - 1)).astype(kind)
         key >>= index_bits + tie_bits
-        sorted_lengths = longest - (key & ((1 << length_bits) - 1))
-        in_order = key >> length_bits
+        sorted_lengths = key & ((1 << length_bits) - 1)
+        np.subtract(longest, sorted_lengths, out=sorted_lengths)
+        key >>= length_bits
+        in_order = key
     ends: Numbers = np.append(np.flatnonzero(in_order[1:] != in_order[:-1]) + 1, number)
     return order, sorted_lengths, ends
 
