@@ -154,15 +154,15 @@ class Trace(TorchDispatchMode):
             return NotImplemented  # one sharded over ranks works on its own shard, and that comes by here again
         if self.card is None:
             return self._run(func, args, kwargs or {})
-        return self.card.held_back.run(lambda: self._run_on_card(func, args, kwargs or {}))
-
-    def _run_on_card(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        assert self.card is not None
+        kwargs = kwargs or {}
         # Whatever asks a tensor for its device from here on must hear the truth, not that it is on a GPU.
         with torch._C.DisableTorchFunction():
-            if func is _COPY and isinstance(args[0], FakeTensor):
-                # Fake tensors compute with small constants for real, and on the card there is nothing to compute with.
-                args[0].constant = None
+            if func is _COPY:
+                # A real tensor is taken for a fake one of its kind. Fake ones compute with small constants for real,
+                # and on the card there is nothing to compute with.
+                given = args[0] if isinstance(args[0], FakeTensor) else self.mode.from_tensor(args[0])
+                given.constant = None
+                args = (given, *args[1:])
             # A device that was not named in a call of torch's but handed on inside of one.
             args = tuple(card_device(value) for value in args)
             kwargs = {name: card_device(value) for name, value in kwargs.items()}

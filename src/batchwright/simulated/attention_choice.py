@@ -45,10 +45,14 @@ def choose_attention(card: Card, asked: Attention) -> str:
     ('flash', 'math')
     """
     backends = torch.backends.cuda
-    if backends.flash_sdp_enabled() and _flash_can(card, asked):
+    # cuDNN's kernel alone, where somebody has switched the others off, keeps what flash keeps.
+    fused = backends.flash_sdp_enabled() or (backends.cudnn_sdp_enabled() and not backends.math_sdp_enabled())
+    if fused and _flash_can(card, asked):
         return FLASH
     if backends.mem_efficient_sdp_enabled() and _efficient_can(card, asked):
         return EFFICIENT
+    if not backends.math_sdp_enabled():
+        raise RuntimeError(f"No available kernel. Aborting execution. (attention on {card.product}, simulated)")
     return MATH
 
 
@@ -65,9 +69,21 @@ def _flash_can(card: Card, asked: Attention) -> bool:
 
 def _efficient_can(card: Card, asked: Attention) -> bool:
     dtypes = (torch.float32, *_HALF) if card.capability >= _AMPERE else (torch.float32, torch.float16)
+    alignment = _alignment(card, asked.dtype)
     return (
-        asked.dtype in dtypes and not asked.mask_needs_grad and asked.is_dense and _heads_go(asked, allows_groups=False)
+        asked.dtype in dtypes
+        and not asked.mask_needs_grad
+        and asked.is_dense
+        and asked.head_dim % alignment == asked.value_head_dim % alignment == 0
+        and _heads_go(asked, allows_groups=False)
     )
+
+
+def _alignment(card: Card, dtype: torch.dtype) -> int:
+    """Elements of a head that tensor cores read at once: 16 bytes of them, and any number without tensor cores."""
+    if dtype in _HALF:
+        return 8 if card.capability >= (7, 0) else 1
+    return 4 if card.capability >= _AMPERE else 1
 
 
 def _heads_go(asked: Attention, *, allows_groups: bool) -> bool:

@@ -67,6 +67,7 @@ def register_autocast() -> None:
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
             aten.impl(name, _without_autocast(rule, operator))
+    aten.impl("binary_cross_entropy", _refuse_to_overflow)
     _registered.extend([others, aten])
 
 
@@ -82,6 +83,13 @@ def _without_autocast(rule: Callable[..., Any], operator: Any) -> Callable[..., 
             return rule(operator, args, kwargs)
 
     return run
+
+
+def _refuse_to_overflow(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast, as on CUDA; "
+        "binary_cross_entropy_with_logits is safe."
+    )
 
 
 def _lower(operator: Any, args: Any, kwargs: Any) -> Any:

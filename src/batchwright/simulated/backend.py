@@ -17,6 +17,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from batchwright.errors import InvalidInputError
+from batchwright.simulated.held_back import make_guard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,7 +81,7 @@ def _register() -> None:
         def is_built(self) -> bool:
             return True
 
-    _setup_privateuseone_for_python_backend(NAME, backend_module=_Module(), hook=Hook())
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_Module(), hook=Hook(), device_guard=make_guard())
 
 
 @contextmanager

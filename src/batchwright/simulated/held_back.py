@@ -1,13 +1,15 @@
-"""Errors inside a backward pass on the simulated device, held back until the pass is over.
+"""Errors of Python's that pass through torch's own code while tensors are on the simulated device.
 
-An error that Python raises from within torch's engine while tensors are on a device registered from Python ends the
-process: on its way out torch asks that device for its type, in Python, with the error still pending. So the operator
-that fails answers nothing, all further ones of the pass do the same, and the error is raised where the pass began.
+On its way out of torch's engine an error meets guards that ask the device for its type, in Python, with the error still
+pending; Python then objects, in a place where nothing may be raised, and the process is ended. So the one who is asked
+takes the pending error aside. What comes out of torch is then an error about a missing error, and the one that was
+taken is raised in its place.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+import ctypes
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -16,59 +18,51 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+_taken: list[BaseException] = []
 
-class HeldBack:
-    """The first error of a backward pass."""
 
-    def __init__(self) -> None:
-        self._depth = 0
-        self._error: BaseException | None = None
+def make_guard() -> Any:
+    """Return the guard of the device: it does nothing, and takes pending errors aside when it is asked for its type."""
 
-    def run(self, work: Callable[[], Any]) -> Any:
-        """Run an operator; within a backward pass an error of it is held back, and nothing runs after it."""
-        if not self._depth:
-            return work()
-        if self._error is not None:
-            return None
-        try:
-            return work()
-        except BaseException as error:
-            self._error = error
-            return None
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch every backward pass, and what torch calls in it to get back what it saved."""
-        engine: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-        hooks: Any = torch.autograd.graph.saved_tensors_hooks
-
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            self._depth += 1
+    class Guard(torch._C._acc.DeviceGuard):
+        # All it needs is bound here: with an error pending, looking up a name may fail for that reason alone.
+        def type_(
+            self,
+            # A call into Python's own library raises whatever is pending.
+            raise_pending: Callable[[], int] = ctypes.pythonapi.PyErr_CheckSignals,
+            take: Callable[[BaseException], None] = _taken.append,
+            kind: Any = torch._C._autograd.DeviceType.PrivateUse1,
+        ) -> Any:
             try:
-                found = engine(*args, **kwargs)
-            except BaseException:
-                self._raise_held()
-                raise
-            finally:
-                self._depth -= 1
-            self._raise_held()
-            return found
+                raise_pending()
+            except BaseException as error:
+                take(error)
+            return kind
 
-        def with_safe_unpacking(this: Any, pack_hook: Any, unpack_hook: Any) -> None:
-            def unpack(packed: Any) -> Any:
-                found = self.run(lambda: unpack_hook(packed))
-                return torch.empty(0) if found is None else found
+    return Guard()
 
-            plain_init(this, pack_hook, unpack)
 
-        plain_init = hooks.__init__
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", run_backward))
-            stack.enter_context(patch.object(hooks, "__init__", with_safe_unpacking))
-            yield
+def raising_what_was_taken(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call into torch; where its error is only that there is none, raise the one that was taken aside."""
+    try:
+        return work(*args, **kwargs)
+    except SystemError:
+        if not _taken:
+            raise
+        error = _taken[0]
+        _taken.clear()
+        raise error from None
 
-    def _raise_held(self) -> None:
-        error = self._error
-        if error is not None and self._depth <= 1:
-            self._error = None
-            raise error
+
+@contextmanager
+def errors_put_back() -> Iterator[None]:
+    """Have every backward pass raise what was raised in it."""
+    engine: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        return raising_what_was_taken(engine, *args, **kwargs)
+
+    _taken.clear()
+    with patch.object(torch.autograd, "_engine_run_backward", run_backward):
+        yield
+    _taken.clear()

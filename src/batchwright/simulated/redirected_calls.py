@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from batchwright.simulated.backend import NAME, is_on_card
+from batchwright.simulated.held_back import raising_what_was_taken
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +23,7 @@ _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _GET_DEVICE = torch.Tensor.get_device
 _FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
 _PINNED = (torch.Tensor.pin_memory, torch.Tensor.is_pinned)
-_MOVES_ARGUMENTS = (torch.Tensor.to, torch.Tensor.new_tensor)
+_MOVES_ARGUMENTS = (torch.Tensor.to,)
 _GPU = ("cuda", NAME)
 
 
@@ -50,6 +51,11 @@ class RedirectedCalls(TorchFunctionMode):
             return args[0] if func is torch.Tensor.pin_memory else True
         if func is torch.Tensor.cuda:
             return args[0].to(self.target)
+        if func is torch.Tensor.new_tensor and is_on_card(args[0]):
+            made = torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype))
+            return made.to(self._led(kwargs.get("device", self.target))).requires_grad_(
+                kwargs.get("requires_grad", False)
+            )
         args = tuple(self._led(value) for value in args)
         kwargs = {name: self._led(value) for name, value in kwargs.items() if name != "pin_memory"}
         if func in _MOVES_ARGUMENTS and len(args) > 1 and type(args[1]) is int:
@@ -59,10 +65,9 @@ class RedirectedCalls(TorchFunctionMode):
         if kwargs.get("generator") is not None and kwargs["generator"].device.type != "cpu":
             del kwargs["generator"]
         if func in _FROM_VALUES and kwargs.get("device") is not None:
-            device = kwargs.pop("device")
-            made = func(*args, **kwargs, device="cpu")
-            return made.to(device)
-        return func(*args, **kwargs)
+            device, is_trained = kwargs.pop("device"), kwargs.pop("requires_grad", False)
+            return func(*args, **kwargs, device="cpu").to(device).requires_grad_(is_trained)
+        return raising_what_was_taken(func, *args, **kwargs)
 
     def _led(self, value: Any) -> Any:
         if isinstance(value, torch.device):

@@ -23,7 +23,7 @@ from batchwright.simulated.autocast import register_autocast
 from batchwright.simulated.backend import switched_on
 from batchwright.simulated.caching_allocator import CachingAllocator, SimulatedOutOfMemory
 from batchwright.simulated.cuda_kernels import moments_on_card
-from batchwright.simulated.held_back import HeldBack
+from batchwright.simulated.held_back import errors_put_back
 from batchwright.simulated.replay import Requests
 from batchwright.simulated.torch_cuda import answering_for
 from batchwright.units import format_bytes
@@ -70,12 +70,11 @@ class SimulatedCard:
         self.allocator = CachingAllocator(
             None if is_roomy else max(card.total_bytes - self.context.typical_bytes, 0),
             settings,
-            settings.allowed_bytes(card.total_bytes),
+            None if is_roomy else settings.allowed_bytes(card.total_bytes),
             listener=None if history is None else history.listen,
         )
         self.history = history
         self._workspaces: dict[str, Block] = {}
-        self.held_back = HeldBack()
         self.requests = Requests()
 
     @contextmanager
@@ -89,7 +88,7 @@ class SimulatedCard:
             device = stack.enter_context(switched_on())
             stack.enter_context(patch.object(CurrentCard, "card", self.card))
             stack.enter_context(answering_for(self.card, self.allocator))
-            stack.enter_context(self.held_back.watching())
+            stack.enter_context(errors_put_back())
             yield device
 
     def malloc(self, num_bytes: int, owner: Owner = ("", "", "")) -> Block:

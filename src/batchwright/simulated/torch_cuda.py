@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from batchwright.catalogue.gpus import context_of
 from batchwright.errors import CannotTraceError
 from batchwright.simulated.autocast import forget_casts
 from batchwright.simulated.backend import NAME
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from batchwright.simulated.caching_allocator import CachingAllocator
 
 _FIRST_WITH_BFLOAT16 = (8, 0)
+_DOES_NOTHING = (
+    *("synchronize", "set_device", "manual_seed", "manual_seed_all", "seed", "seed_all", "init", "_lazy_init"),
+    *("ipc_collect", "set_stream", "set_rng_state", "set_per_process_memory_fraction"),
+)
 _SEEN_AS = torch.device("cuda", 0)
 
 
@@ -48,6 +53,16 @@ class _InOrder:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+_Generator: Any = torch.Generator
+
+
+class _GeneratorOnHost(_Generator):  # type: ignore[misc]
+    """Random numbers of a card that has none to draw: the generator is the host's."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _Generator.__new__(cls, "cpu" if str(device).startswith("cuda") else device)
 
 
 class _Graph:
@@ -72,9 +87,8 @@ def answers(card: Card, allocator: CachingAllocator) -> dict[str, Any]:
         multi_processor_count=card.num_sms,
         gcnArchName="",
     )
-    nothing = ("synchronize", "set_device", "manual_seed", "manual_seed_all", "seed", "seed_all", "init", "_lazy_init")
     return {
-        **dict.fromkeys((*nothing, "ipc_collect", "set_stream", "set_rng_state"), _nothing),
+        **dict.fromkeys(_DOES_NOTHING, _nothing),
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
@@ -86,12 +100,13 @@ def answers(card: Card, allocator: CachingAllocator) -> dict[str, Any]:
         "get_device_capability": lambda device=None: (major, minor),
         "get_device_properties": lambda device=None: properties,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "mem_get_info": lambda device=None: (allocator.free_on_card, card.total_bytes),
+        "mem_get_info": lambda device=None: (_free(card, allocator), card.total_bytes),
         "memory_allocated": lambda device=None: stats.allocated.current,
         "max_memory_allocated": lambda device=None: stats.allocated.peak,
         "memory_reserved": lambda device=None: stats.reserved.current,
         "max_memory_reserved": lambda device=None: stats.reserved.peak,
         "memory_stats": lambda device=None: _memory_stats(allocator),
+        "memory_summary": lambda device=None, abbreviated=False: _summary(card, allocator),
         "reset_peak_memory_stats": lambda device=None: allocator.reset_peaks(),
         "empty_cache": allocator.empty_cache,
         "Stream": _InOrder,
@@ -111,7 +126,13 @@ def answering_for(card: Card, allocator: CachingAllocator) -> Iterator[None]:
     """Have torch answer for a card, and take it all back in the end."""
     with ExitStack() as stack:
         for name, answer in answers(card, allocator).items():
-            stack.enter_context(patch.object(torch.cuda, name, answer))
+            for place in (torch.cuda, torch.cuda.memory):
+                if hasattr(place, name):
+                    stack.enter_context(patch.object(place, name, answer))
+        for name in ("mark", "range", "range_pop", "range_push"):
+            stack.enter_context(patch.object(torch.cuda.nvtx, name, _InOrder))
+        stack.enter_context(patch.object(torch, "Generator", _GeneratorOnHost))
+        stack.enter_context(patch.object(torch.Tensor, "record_stream", _nothing))
         stack.enter_context(patch.object(torch._C, "_get_accelerator", lambda *_: torch.device("cuda")))
         # Where mixed precision is asked about CUDA, the simulated device is meant.
         for name in ("set_autocast_enabled", "is_autocast_enabled", "set_autocast_dtype", "get_autocast_dtype"):
@@ -157,8 +178,19 @@ def _clear_both(clear: Callable[[], None]) -> Callable[[], None]:
     return clear_both
 
 
+def _free(card: Card, allocator: CachingAllocator) -> int:
+    """What nobody has taken; of a card with room to spare, no more than there is."""
+    left = card.total_bytes - context_of(card).typical_bytes - allocator.stats.reserved.current
+    return max(min(allocator.free_on_card, left), 0)
+
+
+def _summary(card: Card, allocator: CachingAllocator) -> str:
+    told = "\n".join(f"{name}: {num_bytes:,}" for name, num_bytes in _memory_stats(allocator).items())
+    return f"{card.product}, simulated\n{told}"
+
+
 def _memory_stats(allocator: CachingAllocator) -> dict[str, int]:
-    found = {}
+    found = {"num_alloc_retries": allocator.stats.num_alloc_retries, "num_ooms": allocator.stats.num_ooms}
     for name in ("allocated", "reserved", "active", "requested"):
         counter = getattr(allocator.stats, name)
         found[f"{name}_bytes.all.current"], found[f"{name}_bytes.all.peak"] = counter.current, counter.peak
