@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.catalogue.gpus import context_of
 from batchwright.device.outcome import judge
+from batchwright.errors import NothingFitsError
 from batchwright.fitting.budget import Budget
 from batchwright.fitting.result import Restored
 from batchwright.memory.estimate import without_torchs_own_log
@@ -63,8 +64,12 @@ def budget_on(card: Card, margin: float) -> Budget:
     """Return what PyTorch can take of a card: all but its context."""
     context = context_of(card).typical_bytes
     total = format_bytes(card.total_bytes)
+    if context >= card.total_bytes:
+        raise NothingFitsError(
+            f"nothing fits into {total} of {card.product}: its CUDA context alone takes {format_bytes(context)}."
+        )
     return Budget(
-        max(card.total_bytes - context, 1),
+        card.total_bytes - context,
         margin,
         (f"{card.product} has {total}, of which a CUDA context takes {format_bytes(context)}",),
         was_asked=True,
