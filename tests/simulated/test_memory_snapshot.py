@@ -31,7 +31,7 @@ def test_the_official_tool_reads_it(tmp_path: Path) -> None:
     told, _ = snapshot_of(tmp_path / "run.pickle")
     assert "cudaMalloc" in viewer.trace(told)
     assert "segments" in viewer.segsum(told)
-    for page in (viewer.trace_plot(told), viewer.segment_plot(told)):  # type: ignore[no-untyped-call]
+    for page in (viewer.trace_plot(told), viewer.segment_plot(told)):
         assert "<script" in page
 
 

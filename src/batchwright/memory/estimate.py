@@ -122,7 +122,7 @@ def estimate(
         other_size = 2 * size if workload.data is None or 2 * size <= num_samples else size // 2
         other = parts_at_the_same_moment(run.log, traced(other_size).log) if other_size else {}
         savings = what_if_savings(workload, size, run.log, there=there, progress=say, **told) if what_if else ()
-        fits = None if there is None else there.fits(run)
+        fits = None if there is None else there.fits(run) or there.runs(size)
         if there is not None and snapshot is not None:
             say(f"writing the snapshot of micro-batch {size:,}")
             there.write_snapshot(size, Path(snapshot))

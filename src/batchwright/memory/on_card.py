@@ -122,6 +122,14 @@ class OnCard:
         capacity = max(self.card.total_bytes - traced.context.typical_bytes - beyond, 0)
         return goes_through(traced.requests, capacity, self.settings, self.card.total_bytes)
 
+    def runs(self, micro_batch: int) -> bool:
+        """Whether it runs on the card as it is, traced there: a step that catches out-of-memory may go on by itself."""
+        try:
+            trace_workload(self.workload, micro_batch, card=SimulatedCard(self.card, self.settings), **self.told)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
     def largest(self, traced: Callable[[int], Traced], *, cap: int, to_the_last: bool = True) -> int:
         """Return the largest micro-batch that runs; or, in fewer looks, the largest whose peak has room to spare."""
         # One whose peak has room on the card runs for certain. Beyond, the card has the last word, up to the size whose

@@ -1,0 +1,175 @@
+"""`fit` on a card that is not there: the same search, and an answer that is predicted, not certified."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import batchwright as bw
+from batchwright.catalogue.gpus import context_of, find_card
+from batchwright.errors import InvalidInputError, NothingFitsError
+from batchwright.memory.tracing import trace_workload
+from batchwright.simulated.simulated_card import SimulatedCard
+from tests.device.workloads import make_linear, mean_square
+from tests.fitting import targets
+
+CARD = "t4-16gb"
+MIB = 2**20
+WIDTH = 2048
+
+
+def room(mib: int) -> int:
+    return context_of(find_card(CARD)).typical_bytes + mib * MIB
+
+
+def make_rows(**changes: Any) -> bw.Workload:
+    """A sample is `rows` times 2 MiB, for input and output each; the weights are small."""
+    fields: dict[str, Any] = {
+        "model": lambda: nn.Linear(64, 64, bias=False),
+        "batch": lambda n, rows=1: torch.randn(n, rows * 8192, 64),
+    }
+    return make_linear(**{**fields, **changes})
+
+
+def runs(workload: bw.Workload, micro_batch: int, total_bytes: int, **told: Any) -> bool:
+    card = SimulatedCard(replace(find_card(CARD), total_bytes=total_bytes))
+    try:
+        trace_workload(workload, micro_batch, card=card, **told)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+class TestTheAnswer:
+    def test_it_runs_on_the_card_and_one_more_runs_out_of_memory(self) -> None:
+        found = bw.fit(make_rows(), on=CARD, memory=room(128))
+        assert found.micro_batch == bw.estimate(make_rows(), on=CARD, memory=room(128), find_max=True).max_micro_batch
+        assert found.micro_batch is not None
+        assert found.next_size is not None
+        assert (found.next_size.micro_batch, found.next_size.outcome) == (found.micro_batch + 1, "out_of_memory")
+        assert runs(make_rows(), found.micro_batch, room(128))
+        assert not runs(make_rows(), found.micro_batch + 1, room(128))
+
+    def test_it_is_predicted_and_nothing_needed_to_be_given_back(self) -> None:
+        model = nn.Linear(64, 64, bias=False)
+        before = model.weight.detach().clone()
+        found = bw.fit(make_rows(model=model), on="Tesla T4", memory=room(96), limit=4)
+        assert (found.on, found.source, found.certified) == (CARD, "predicted", False)
+        assert (found.restored.covered, found.restored.not_covered) == (("everything, as nothing ran",), ())
+        assert found.where == "on a simulated card: traced, not run"
+        assert torch.equal(model.weight, before)
+        assert (model.weight.device.type, model.weight.grad) == ("cpu", None)
+        assert found.to_dict()["certified"] is False
+
+    def test_no_time_is_told_of_what_did_not_run(self) -> None:
+        found = bw.fit(make_rows(), on=CARD, memory=room(96), limit=4)
+        assert {trial.step_seconds for trial in found.trials} == {None}
+        assert found.fastest_micro_batch is None
+
+    def test_the_budget_is_the_card_without_its_context(self) -> None:
+        found = bw.fit(make_rows(), on=CARD, memory=room(96), limit=2)
+        assert found.limit_bytes == 96 * MIB
+        assert any("of which a CUDA context takes" in note for note in found.notes)
+        assert found.peak_bytes is not None
+        assert found.peak_bytes.reserved is not None
+        assert found.peak_bytes.reserved <= 96 * MIB
+
+    def test_nothing_is_remembered_nor_recalled(self) -> None:
+        trials = [len(bw.fit(make_rows(), on=CARD, memory=room(96), limit=3).trials) for _ in range(2)]
+        assert trials[0] == trials[1]
+
+
+class TestWhatItIsToldToDo:
+    def test_a_limit(self) -> None:
+        found = bw.fit(make_rows(), on=CARD, memory=room(128), limit=3)
+        assert (found.micro_batch, found.limit) == (3, 3)
+
+    def test_the_end_of_the_data(self) -> None:
+        data = [torch.ones(8192, 64) for _ in range(5)]
+        found = bw.fit(make_rows(batch=None, data=data), on=CARD, memory="2GiB")
+        assert (found.micro_batch, found.limit) == (5, 5)
+        assert found.next_size is not None
+        assert found.next_size.outcome is None
+
+    def test_powers_of_two(self) -> None:
+        found = bw.fit(make_rows(), on=CARD, memory=room(128), powers_of_two=True)
+        assert found.micro_batch is not None
+        assert found.micro_batch & (found.micro_batch - 1) == 0
+        assert not runs(make_rows(), 2 * found.micro_batch, room(128))
+
+    def test_accumulation_is_traced(self) -> None:
+        found = bw.fit(make_rows(), on=CARD, memory=room(96), accumulation=2, limit=64)
+        assert found.micro_batch is not None
+        assert {trial.accumulation for trial in found.trials} == {2}
+        assert runs(make_rows(), found.micro_batch, room(96), accumulation=2)
+        assert not runs(make_rows(), found.micro_batch + 1, room(96), accumulation=2)
+
+    def test_shapes_give_a_table(self) -> None:
+        found = bw.fit(make_rows(), on=CARD, memory=room(128), shapes={"rows": [1, 2, 4]})
+        sizes = [row.micro_batch or 0 for row in found.shapes]
+        assert sizes == sorted(sizes, reverse=True)
+        assert len(set(sizes)) == 3
+        assert {row.source for row in found.shapes} == {"predicted"}
+        assert not any(row.certified for row in found.shapes)
+        assert found.micro_batch == min(sizes)
+
+    def test_evaluation_takes_more_samples(self) -> None:
+        found = bw.fit(make_rows(evaluate=lambda model, batch: model(batch)), on=CARD, memory=room(96), evaluate=True)
+        assert found.evaluation is not None
+        assert (found.evaluation.source, found.evaluation.certified) == ("predicted", False)
+        assert found.micro_batch is not None
+        assert found.evaluation.micro_batch is not None
+        assert found.evaluation.micro_batch > found.micro_batch
+
+    def test_a_target_is_traced_in_this_process(self) -> None:
+        found = bw.fit(f"{targets.__file__}:mlp", on=CARD, memory="2GiB", limit=4)
+        assert (found.micro_batch, found.source) == (4, "predicted")
+
+
+class TestWhatIsRefused:
+    def test_a_plain_step(self) -> None:
+        with pytest.raises(InvalidInputError, match="a plain step cannot be traced on a simulated card"):
+            bw.fit(lambda n: None, on=CARD)
+
+    def test_a_card_that_nobody_knows(self) -> None:
+        with pytest.raises(InvalidInputError, match="no device and no card is called 't5-16gb'"):
+            bw.fit(make_rows(), on="t5-16gb")
+
+    def test_no_room_for_one_sample(self) -> None:
+        with pytest.raises(NothingFitsError, match="micro-batch 1 does not fit on t4-16gb"):
+            bw.fit(make_rows(), on=CARD, memory=room(20))
+
+    def test_less_than_the_context_is_told_as_such(self) -> None:
+        with pytest.raises(NothingFitsError) as no:
+            bw.fit(make_rows(), on=CARD, memory="64MiB")
+        assert "its CUDA context alone takes" in str(no.value)
+
+    def test_a_mistake_in_the_step_is_the_users(self) -> None:
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            raise LookupError("mine")
+
+        with pytest.raises(LookupError, match="mine"):
+            bw.fit(make_rows(loss=loss), on=CARD)
+
+
+def test_a_model_under_activation_checkpointing_is_fitted() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(512, WIDTH), nn.GELU(), nn.Linear(WIDTH, 512)) for _ in range(3)
+            )
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                hidden = checkpoint(block, hidden, use_reentrant=False)
+            return hidden
+
+    workload = make_linear(model=Checkpointed, batch=lambda n: torch.randn(n, 512), loss=mean_square)
+    found = bw.fit(workload, on=CARD, memory=room(100), start=2048)
+    assert found.micro_batch is not None
