@@ -31,9 +31,9 @@ SLOW = (
     "tests/planning/test_dialects.py::test_the_pytorch_loop_under_torchrun_equals_one_big_step[4-exact]",
     "tests/sampler/test_frameworks.py::test_two_ranks_see_every_sample_once_per_epoch_in_as_many_steps",
     "tests/sampler/test_from_fit.py::test_a_real_fit_gives_a_sampler_whose_costliest_batch_ran",
-    "tests/test_readme.py::test_block_runs_as_printed[estimate.md:126]",
-    "tests/test_readme.py::test_block_runs_as_printed[estimate.md:143]",
+    "tests/test_readme.py::test_block_runs_as_printed[estimate.md:127]",
+    "tests/test_readme.py::test_block_runs_as_printed[estimate.md:173]",
     "tests/test_readme.py::test_block_runs_as_printed[fit.md:145]",
-    "tests/test_readme.py::test_block_runs_as_printed[estimate.md:163]",
+    "tests/test_readme.py::test_block_runs_as_printed[estimate.md:193]",
     "tests/test_readme.py::test_block_runs_as_printed[estimate.md:47]",
 )

@@ -1,0 +1,254 @@
+"""torchtune's recipes on one card, without torch.compile (2024).
+
+Facts of torchtune/modules and recipes/*_single_device.py at the time: separate projections, rotation and RMSNorm in
+fp32, SDPA, weights and everything else in bf16. Until summer 2024 the logits were cast to fp32, cut by one position
+and copied, and given to one cross entropy. Each layer is checkpointed (not reentrant). With samples packed to one
+length, attention goes over blocks of samples in one fused kernel: traced as causal SDPA, which keeps the same tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import batchwright as bw
+from gpu_cases.loop_variables import hold
+from gpu_cases.optimizers_of_the_time import StateElsewhere
+from gpu_cases.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Sizes, and where LoRA is: layers by name, with a rank."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    vocabulary: int
+    tied: bool = False
+    rank: int = 0
+    lora: frozenset[str] = frozenset()
+    checkpointed: bool = True
+
+
+class LoRALinear(nn.Module):
+    """A projection with a low-rank update beside it, without dropout; plain where LoRA is not on it."""
+
+    def __init__(self, inputs: int, outputs: int, model: Llama, name: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.rank = model.rank if name in model.lora else 0
+        if self.rank:
+            self.lora_a, self.lora_b = (
+                nn.Linear(inputs, self.rank, bias=False),
+                nn.Linear(self.rank, outputs, bias=False),
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the projected input."""
+        out = F.linear(x, self.weight)
+        return out + 2.0 * self.lora_b(self.lora_a(x)) if self.rank else out
+
+
+class RMSNorm(nn.Module):
+    """In fp32, cast back before the scale."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normed input."""
+        wide = x.float()
+        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x)
+        return normed * self.scale
+
+
+def rotate(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs of neighbours, in fp32."""
+    pairs = x.float().reshape(*x.shape[:-1], -1, 2)
+    table = cache[: x.size(1)].view(-1, x.size(1), 1, pairs.size(3), 2)
+    turned = torch.stack(
+        [
+            pairs[..., 0] * table[..., 0] - pairs[..., 1] * table[..., 1],
+            pairs[..., 1] * table[..., 0] + pairs[..., 0] * table[..., 1],
+        ],
+        -1,
+    )
+    return turned.flatten(3).type_as(x)
+
+
+class Layer(nn.Module):
+    """One layer: attention and a gated feed-forward part."""
+
+    def __init__(self, model: Llama) -> None:
+        super().__init__()
+        self.model = model
+        size = model.width // model.heads
+        self.q = LoRALinear(model.width, model.width, model, "q")
+        self.k = LoRALinear(model.width, model.kv_heads * size, model, "k")
+        self.v = LoRALinear(model.width, model.kv_heads * size, model, "v")
+        self.out = LoRALinear(model.width, model.width, model, "attn_out")
+        self.w1, self.w3 = (LoRALinear(model.width, model.mlp, model, "mlp") for _ in range(2))
+        self.w2 = LoRALinear(model.mlp, model.width, model, "mlp")
+        self.sa_norm, self.mlp_norm = RMSNorm(model.width), RMSNorm(model.width)
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output."""
+        hidden = self._attend(self.sa_norm(x), cache) + x
+        normed = self.mlp_norm(hidden)
+        out: torch.Tensor = hidden + self.w2(F.silu(self.w1(normed)) * self.w3(normed))
+        return out
+
+    def _attend(self, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        heads, groups = self.model.heads, self.model.kv_heads
+        size = width // heads
+        q = rotate(self.q(x).view(batch, length, heads, size), cache).transpose(1, 2)
+        k = rotate(self.k(x).view(batch, length, groups, size), cache)
+        v = self.v(x).view(batch, length, groups, size)
+        if groups != heads:
+            k, v = (
+                part.unsqueeze(3)
+                .expand(batch, length, groups, heads // groups, size)
+                .reshape(batch, length, heads, size)
+                for part in (k, v)
+            )
+        attended = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+        out: torch.Tensor = self.out(attended.transpose(1, 2).contiguous().view(batch, length, width))
+        return out
+
+
+class Decoder(nn.Module):
+    """The whole model; its logits are cast to fp32."""
+
+    cache: torch.Tensor
+
+    def __init__(self, model: Llama, length: int) -> None:
+        super().__init__()
+        self.model = model
+        self.embedding = nn.Embedding(model.vocabulary, model.width)
+        self.layers = nn.ModuleList(Layer(model) for _ in range(model.layers))
+        self.norm = RMSNorm(model.width)
+        self.output = LoRALinear(model.width, model.vocabulary, model, "output")
+        if model.tied:
+            self.output.weight = cast("nn.Parameter", self.embedding.weight)
+        self.to(torch.bfloat16)
+        self.register_buffer("cache", torch.empty(length, model.width // model.heads // 2, 2), persistent=False)
+        if model.rank:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad = "lora_" in name
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = (
+                checkpoint(layer, x, self.cache, use_reentrant=False)
+                if self.model.checkpointed
+                else layer(x, self.cache)
+            )
+        logits: torch.Tensor = self.output(self.norm(x)).float()
+        return logits
+
+
+def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens)
+    labels = tokens[..., 1:].contiguous()
+    # Cut, copied and turned, all under one name: what was there before lives on only where backward needs it.
+    logits = logits[..., :-1, :].contiguous().transpose(1, 2)
+    hold(model, logits)
+    return F.cross_entropy(logits, labels)
+
+
+def _packed_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    # Late 2024: labels are shifted instead of logits, and the logits are deleted before backward.
+    logits = model(tokens)
+    labels = torch.hstack((tokens[..., 1:], tokens.new_full((tokens.size(0), 1), -100)))
+    return F.cross_entropy(logits.reshape(-1, logits.size(-1)), labels.reshape(-1))
+
+
+class PagedInBackward(StateElsewhere):
+    """Updates a parameter as soon as its gradient is there, and drops that; moments paged by the driver."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params)
+        for parameter in params:
+            parameter.register_post_accumulate_grad_hook(self._update)
+
+    @staticmethod
+    @torch.no_grad()
+    def _update(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.add_(parameter.grad, alpha=0.0)
+        parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing: all is done."""
+
+
+_LLAMA_2 = partial(Llama, 32, 4096, 32, 32, 11008, 32000)
+_LLAMA_32_3B = partial(Llama, 28, 3072, 24, 8, 8192, 128256, tied=True)
+_EVERYWHERE = frozenset({"q", "k", "v", "attn_out", "mlp", "output"})
+_TUTORIAL = {
+    "accumulation": 64,
+    "doubt": "samples vary in length: taken as the 512 at which the dataset cut them then; card not stated",
+}
+_README = {"kind": "reserved", "doubt": "README does not say which counter; samples taken as filled to 2,048 tokens"}
+
+
+def finetuning(model: Llama, *, length: int, loss: Any = _loss, optimizer: Any = torch.optim.AdamW) -> bw.Workload:
+    """Return a torchtune finetuning step."""
+    return bw.Workload(
+        model=lambda: Decoder(model, length),
+        batch=lambda n, seq_len: torch.randint(0, model.vocabulary, (n, seq_len)),
+        loss=loss,
+        optimizer=lambda params: optimizer(params),
+        name="torchtune llama",
+    )
+
+
+def recipes() -> dict[str, Recipe]:
+    """Return the recipes of torchtune's eager runs on one card."""
+    made = {}
+    for name, lora, rank in (
+        ("q-v-r8", frozenset("qv"), 8),
+        ("all-layers-output-r8", _EVERYWHERE, 8),
+        ("q-v-r64", frozenset("qv"), 64),
+        ("all-layers-output-r64", _EVERYWHERE, 64),
+    ):
+        build = partial(finetuning, _LLAMA_2(rank=rank, lora=lora), length=4096)
+        made[f"tune-l2-7b-lora-{name}"] = Recipe(build, 2, {"seq_len": 512}, _TUTORIAL)
+    small = _LLAMA_2(rank=8, lora=frozenset("qv"))
+    made["tune-2024h1-1x-rtx-4090llama2-7blora"] = Recipe(
+        partial(finetuning, small, length=4096), 4, {"seq_len": 2048}, {**_README, "accumulation": 2}
+    )
+    made["tune-l32-3b-packed-dataset"] = Recipe(
+        partial(
+            finetuning,
+            _LLAMA_32_3B(checkpointed=False),
+            length=4096,
+            loss=_packed_loss,
+            optimizer=partial(torch.optim.AdamW, fused=True),
+        ),
+        2,
+        {"seq_len": 4096},
+        {"doubt": "flex attention traced as causal SDPA; fused AdamW assumed"},
+    )
+    made["tune-2024h1-1x-rtx-4090llama2-7bfull-finetune-pagedadamw8bit-"] = Recipe(
+        partial(finetuning, _LLAMA_2(), length=4096, optimizer=PagedInBackward),
+        4,
+        {"seq_len": 2048},
+        {**_README, "doubt": f"{_README['doubt']}; update in backward assumed, moments outside torch's counters"},
+    )
+    return made
