@@ -6,9 +6,9 @@
 
 The cases are those of benchmarks/data/gpu_memory_cases.json, each built as a workload by benchmarks/gpu_cases; some
 need torchvision and timm in a folder of their own (see gpu_cases/outside_packages.py). Every case that is left out is
-listed with its reason. Constants of the simulation may come from the named third of the cases (crc32 of the id divisible by
-3); the other two thirds judge it and are reported apart. A figure that a source printed with few digits is compared as
-printed. The exit code is 1 where a bar is missed.
+listed with its reason. Constants of the simulation may come from the named third of the cases (crc32 of the id
+divisible by 3); the other two thirds judge it and are reported apart. A figure that a source printed with few digits is
+compared as printed. The exit code is 1 where a bar is missed.
 """
 
 from __future__ import annotations
