@@ -157,12 +157,17 @@ def test_lengths_come_in_every_form() -> None:
     forms: list[Any] = [LENGTHS.tolist(), torch.tensor(LENGTHS), tuple(LENGTHS), LENGTHS.astype(float)]
     for form in forms:
         assert list(TokenBatchSampler(form, 120, rank=0, world_size=1)) == as_list
-    said: list[str] = []
-    measured = TokenBatchSampler(
-        lambda sample: len(sample["ids"]), 120, dataset=Sentences(), rank=0, world_size=1, progress=said.append
-    )
+    measured = TokenBatchSampler(lambda sample: len(sample["ids"]), 120, dataset=Sentences(), rank=0, world_size=1)
     assert list(measured) == as_list
-    assert said
+
+
+def test_long_measuring_is_spoken_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("batchwright.sampler.lengths._SECONDS_BETWEEN", 0.0)
+    said: list[str] = []
+    for progress in (said.append, None):
+        TokenBatchSampler(len, 120, dataset=["a", "bc", "d"], rank=0, world_size=1, progress=progress)
+    assert said[-1] == "measuring lengths: 2 of 3 samples"
+    assert capsys.readouterr().err.splitlines() == said
 
 
 def test_lengths_that_were_measured_are_remembered(tmp_path: Path) -> None:

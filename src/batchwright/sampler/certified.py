@@ -31,9 +31,7 @@ def certified_sampler(
             "from_fit takes budget and cost from the fit; max_tokens= and cost= have no place beside it.",
             remedy="TokenBatchSampler(lengths, max_tokens=...) for a budget of your own",
         )
-    table = lengths_of(
-        lengths, options.get("dataset"), options.get("progress", lambda text: None), options.pop("remember", None)
-    )
+    table = lengths_of(lengths, options.get("dataset"), options.get("progress"), options.pop("remember", None))
     if table.shape[1] == 2:
         raise InvalidInputError("from_fit knows one length per sample, the one its fit varied; these have two.")
     name, (cost, limit) = length_name(fit), fitted_cost(fit)

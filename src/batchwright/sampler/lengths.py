@@ -8,6 +8,8 @@ Promises:
 from __future__ import annotations
 
 import os
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 # Longer ones would not leave room for the index of a sample beside them in one sort key.
 LARGEST_LENGTH = 2**31 - 1
+# What takes longer than this is spoken of, and again after as long.
+_SECONDS_BETWEEN = 2.0
 
 
 def read_lengths(given: Any) -> npt.NDArray[np.int64]:
@@ -49,7 +53,7 @@ def read_lengths(given: Any) -> npt.NDArray[np.int64]:
 
 
 def lengths_of(
-    given: Any, dataset: Any, progress: Callable[[str], None], remember: str | Path | None
+    given: Any, dataset: Any, progress: Callable[[str], None] | None, remember: str | Path | None
 ) -> npt.NDArray[np.int64]:
     """Return the lengths of all samples, measured where a function was given, and check them against the dataset."""
     if callable(given):
@@ -70,7 +74,10 @@ def lengths_of(
 
 
 def measure_lengths(
-    length_of: Callable[[Any], Any], dataset: Any, progress: Callable[[str], None], remember: str | Path | None = None
+    length_of: Callable[[Any], Any],
+    dataset: Any,
+    progress: Callable[[str], None] | None,
+    remember: str | Path | None = None,
 ) -> npt.NDArray[np.int64]:
     """Call a function once on every sample, and keep what it said in a file where one is named."""
     number = len(dataset)
@@ -85,10 +92,12 @@ def measure_lengths(
                 remedy="delete the file, and they are measured anew",
             )
         return known
-    found, said = [], max(number // 20, 1)
+    found, last = [], time.monotonic()
+    say = progress or (lambda text: print(text, file=sys.stderr))
     for index in range(number):
-        if index and index % said == 0:
-            progress(f"measuring lengths: {index:,} of {counted(number, 'sample')}")
+        if time.monotonic() - last > _SECONDS_BETWEEN:
+            last = time.monotonic()
+            say(f"measuring lengths: {index:,} of {counted(number, 'sample')}")
         found.append(length_of(dataset[index]))
     lengths = read_lengths(found)
     if file is not None:

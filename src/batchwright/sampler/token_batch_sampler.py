@@ -46,10 +46,10 @@ class TokenBatchSampler:
     0.118
 
     `lengths` is a list, an array, a tensor, a column, or a function of a sample that is called once for each of
-    `dataset`, and never again where `remember` names a file (.npy); two per sample where there are two (source and
-    target). `waste` is how much padding is allowed for the sake of shuffling. `oversize` says what becomes of a sample
-    over the budget on its own: "error", "drop" or "single". `max_tokens_per_step` groups batches into optimizer steps:
-    `Accumulator(..., accumulation=sampler.windows)`.
+    `dataset`, with progress on stderr or to `progress`, and never again where `remember` names a file (.npy); two per
+    sample where there are two (source and target). `waste` is how much padding is allowed for the sake of shuffling.
+    `oversize` says what becomes of a sample over the budget on its own: "error", "drop" or "single".
+    `max_tokens_per_step` groups batches into optimizer steps: `Accumulator(..., accumulation=sampler.windows)`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TokenBatchSampler:
         max_tokens_per_step: float | None = None,
         dataset: Any = None,
         remember: str | Path | None = None,
-        progress: Callable[[str], None] = lambda text: None,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
         self.lengths = lengths_of(lengths, dataset, progress, remember)
         self.budget = Budget(max_tokens, BatchCost() if cost is None else cost, max_samples, multiple_of)
