@@ -30,6 +30,7 @@ from batchwright.memory.known_values import KnownValues
 from batchwright.memory.outside_tensors import OutsideTensors, part_of_outside, users_line
 from batchwright.memory.refusals import local_part, shapes_from, storage_of
 from batchwright.memory.routing import Routing
+from batchwright.memory.running_modules import RunningModules
 from batchwright.simulated.backend import card_device, is_on_card
 
 if TYPE_CHECKING:
@@ -80,11 +81,8 @@ class Trace(TorchDispatchMode):
         self.hides_memory = False
         self._alive: dict[int, Block] = {}
         self._on_host: set[int] = set()
-        self._modules: list[str] = []
-        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._modules = RunningModules()
         self._owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        # Which module ran when an autograd node was made, so that its backward can be laid at the same door.
-        self._module_of_node: dict[int, str] = {}
         self._hooks = ExitStack()
         self._outside = OutsideTensors()
 
@@ -105,7 +103,7 @@ class Trace(TorchDispatchMode):
 
     def watch(self, model: nn.Module) -> None:
         """Learn the names of the modules, and recognise gradients as they are made."""
-        self._names.update({module: name for name, module in model.named_modules()})
+        self._modules.learn(model)
         for name, parameter in model.named_parameters():
             self._owners[parameter] = name
             self._see(parameter, "parameter")
@@ -131,10 +129,7 @@ class Trace(TorchDispatchMode):
         self.mark(parameter.grad, "gradients", "gradient", self._owners.get(parameter, ""))
 
     def __enter__(self) -> Trace:
-        enter = torch.nn.modules.module.register_module_forward_pre_hook(self._enter_module)
-        leave = torch.nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True)
-        self._hooks.callback(enter.remove)
-        self._hooks.callback(leave.remove)
+        self._modules.watch(self._hooks)
         self._see_resizing()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -172,9 +167,7 @@ class Trace(TorchDispatchMode):
     def _run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if func is _READ_SCALAR:
             return self._read_scalar(func, args[0])
-        if self._modules:
-            # The node of this operator has just been numbered; its backward will carry the same number.
-            self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = self._modules[-1]
+        self._modules.note_node()
         for tensor in self._outside.meet(func, (*args, *kwargs.values()), self.log.phase):
             self._born(tensor.untyped_storage().nbytes(), "from outside", part=part_of_outside(tensor))
             place = users_line(extract_stack())
@@ -200,7 +193,7 @@ class Trace(TorchDispatchMode):
     def _scattered_in_place(self, func: Callable[..., Any], args: Any) -> Any:
         """Backward of topk, median and their like writes into fresh zeros; only under a mode does it copy them."""
         in_place = _IN_PLACE.get(func)
-        if in_place is None or self.log.phase != "backward" or self._modules:
+        if in_place is None or self.log.phase != "backward" or self._modules.are_running:
             return None
         block = self._alive.get(args[0].untyped_storage()._cdata)
         return in_place(*args) if block is not None and "zeros" in block.operator else None
@@ -273,9 +266,9 @@ class Trace(TorchDispatchMode):
     def _born(self, num_bytes: int, operator: str, *, part: str | None = None, shape: tuple[int, ...] = ()) -> Block:
         phase = self.log.phase
         in_backward = phase == "backward"
-        module = self._module_in_backward() if in_backward and not self._modules else (self._modules or [""])[-1]
+        module = self._modules.now(in_backward=in_backward)
         block = Block(
-            num_bytes, phase, module, operator, shape, part, is_recomputed=in_backward and bool(self._modules)
+            num_bytes, phase, module, operator, shape, part, is_recomputed=in_backward and self._modules.are_running
         )
         if self.card is not None:
             block.handle = self.card.malloc(num_bytes, (operator, module, phase))
@@ -309,14 +302,3 @@ class Trace(TorchDispatchMode):
             self.notes["generation was taken to end at its full length, by no token"] = None
             return False
         return func(tensor)
-
-    def _enter_module(self, module: nn.Module, _: Any) -> None:
-        self._modules.append(self._names.get(module, self._modules[-1] if self._modules else ""))
-
-    def _leave_module(self, module: nn.Module, _: Any, __: Any) -> None:
-        if self._modules:
-            self._modules.pop()
-
-    def _module_in_backward(self) -> str:
-        node = torch._C._current_autograd_node()
-        return self._module_of_node.get(node._sequence_nr(), "") if node is not None else ""
