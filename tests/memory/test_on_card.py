@@ -12,7 +12,7 @@ from torch import nn
 
 import batchwright as bw
 from batchwright.catalogue.gpus import Card, context_of, find_card
-from batchwright.errors import InvalidInputError, NothingFitsError
+from batchwright.errors import CannotTraceError, InvalidInputError, NothingFitsError
 from batchwright.memory import every_card
 from batchwright.memory.every_card import EveryCard, estimate_every_card
 from batchwright.memory.result import PARTS
@@ -228,3 +228,15 @@ class TestEveryCard:
         found = estimate_every_card(make_wide(batch=lambda n: torch.randn(n, 2**22, 512)))
         assert [(row.fits, row.max_micro_batch) for row in found.rows] == [(False, None)]
         assert not found.fits
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor, as it is imported
+def test_a_model_compiled_with_graphs_is_refused() -> None:
+    workload = bw.Workload(
+        model=lambda: torch.compile(nn.Linear(4, 4), mode="reduce-overhead"),  # type: ignore[arg-type, return-value]
+        batch=lambda n: torch.randn(n, 4),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda params: torch.optim.SGD(params),
+    )
+    with pytest.raises(CannotTraceError, match="compiled with CUDA graphs"):
+        bw.estimate(workload, on=CARD)

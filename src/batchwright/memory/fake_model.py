@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from batchwright.errors import InvalidInputError
+from batchwright.errors import CannotTraceError, InvalidInputError
 from batchwright.units import shortened
 
 if TYPE_CHECKING:
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from batchwright.workload import Workload
 
 
-def build_skeleton(workload: Workload) -> tuple[nn.Module, list[str]]:
-    """Return the user's module, on meta where it can be built there, and what there is to say about it."""
+def build_skeleton(workload: Workload, *, is_card: bool = False) -> tuple[nn.Module, list[str]]:
+    """Return the user's module, on meta where it can be built there, and what there is to say about it.
+
+    On a card a model that is compiled with CUDA graphs is refused: they keep pools of their own.
+    """
     given = workload.model
     notes: list[str] = []
     if isinstance(given, nn.Module):
@@ -43,6 +46,12 @@ def build_skeleton(workload: Workload) -> tuple[nn.Module, list[str]]:
         raise InvalidInputError(f"model= must be a module or a function that builds one; received {shortened(module)}.")
     compiled = getattr(module, "_orig_mod", None)
     if isinstance(compiled, nn.Module):
+        settings = getattr(getattr(module, "dynamo_ctx", None), "compiler_config", None) or {}
+        if is_card and settings.get("triton.cudagraphs"):
+            raise CannotTraceError(
+                "the model is compiled with CUDA graphs, whose memory pools of their own are not simulated.",
+                remedy='torch.compile(model) without mode="reduce-overhead" or "max-autotune"',
+            )
         notes.append("the model is compiled; it was traced as eager, and a compiled run may need less")
         module = compiled
     return module, notes

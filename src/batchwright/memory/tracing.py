@@ -92,7 +92,7 @@ def _trace_on(
     trace: Trace,
 ) -> Traced:
     with RedirectedCalls(torch.device("meta")) if trace.card is not None else nullcontext():
-        skeleton, notes = build_skeleton(workload)
+        skeleton, notes = build_skeleton(workload, is_card=trace.card is not None)
     mode = trace.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     wrapped: list[nn.Module] = []
