@@ -109,7 +109,9 @@ def test_numbers_of_numpy_are_plain_in_a_state() -> None:
     sampler, epoch = bw.TokenBatchSampler([3, 4, 5], **place), np.int64(3)
     sampler.set_epoch(epoch)  # type: ignore[arg-type]
     state = json.loads(json.dumps(sampler.state_dict()))
-    bw.TokenBatchSampler([3, 4, 5], 10.0, rank=0, world_size=1).load_state_dict(state)
+    other = bw.TokenBatchSampler([3, 4, 5], 10.0, rank=0, world_size=1)
+    other.load_state_dict(state)
+    assert (other.epoch, other.num_received) == (3, 0)
 
 
 def test_what_is_left_of_nothing_is_refused() -> None:

@@ -192,16 +192,23 @@ class TestTheLists:
         inside(check)
 
 
+def used_twice(*, between: Callable[[], object] = lambda: None, **options: Any) -> Callable[..., torch.Tensor]:
+    """A loss that uses the model twice within one autocast, and once outside."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), torch.autocast("cuda", **options):
+            model(batch)
+            between()
+            model(batch)
+        result: torch.Tensor = model(batch).mean()
+        return result
+
+    return loss
+
+
 class TestTheCacheOfWeights:
     def test_a_weight_used_twice_is_cast_once_and_dropped_at_the_end(self) -> None:
-        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad(), torch.autocast("cuda"):
-                model(batch)
-                model(batch)
-            result: torch.Tensor = model(batch).mean()
-            return result
-
-        assert casts_of_the_weight(changes_in(loss)) == ["made", "dropped"]
+        assert casts_of_the_weight(changes_in(used_twice())) == ["made", "dropped"]
 
     def test_the_next_region_casts_it_anew(self) -> None:
         def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -227,35 +234,15 @@ class TestTheCacheOfWeights:
         assert casts_of_the_weight(changes_in(loss)) == ["made", "dropped"]
 
     def test_without_the_cache_each_use_casts(self) -> None:
-        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad(), torch.autocast("cuda", cache_enabled=False):
-                model(batch)
-                model(batch)
-            result: torch.Tensor = model(batch).mean()
-            return result
-
-        assert casts_of_the_weight(changes_in(loss)) == ["made", "dropped"] * 2
+        assert casts_of_the_weight(changes_in(used_twice(cache_enabled=False))) == ["made", "dropped"] * 2
 
     def test_clearing_it_by_hand_casts_anew(self) -> None:
-        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad(), torch.autocast("cuda"):
-                model(batch)
-                torch.clear_autocast_cache()
-                model(batch)
-            result: torch.Tensor = model(batch).mean()
-            return result
-
-        assert casts_of_the_weight(changes_in(loss)) == ["made", "dropped"] * 2
+        assert (
+            casts_of_the_weight(changes_in(used_twice(between=lambda: torch.clear_autocast_cache()))) == ["made", "dropped"] * 2
+        )
 
     def test_what_is_no_weight_is_cast_each_time(self) -> None:
-        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad(), torch.autocast("cuda"):
-                model(batch)
-                model(batch)
-            result: torch.Tensor = model(batch).mean()
-            return result
-
-        assert born(changes_in(loss), "aten._to_copy").count(SAMPLES * WIDTH * 2) == 2
+        assert born(changes_in(used_twice()), "aten._to_copy").count(SAMPLES * WIDTH * 2) == 2
 
 
 class TestWhatTorchAnswers:

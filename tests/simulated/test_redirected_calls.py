@@ -293,12 +293,14 @@ class TestWhatTorchCudaSays:
         assert in_a_step(run) == [(True, 0.0, True)]
 
     def test_seeds_and_random_states_are_taken(self) -> None:
-        def run(_: nn.Module, __: torch.Tensor) -> None:
+        def run(_: nn.Module, __: torch.Tensor) -> torch.dtype:
             torch.manual_seed(0)
             torch.cuda.manual_seed_all(0)
-            torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+            state = torch.cuda.get_rng_state()
+            torch.cuda.set_rng_state(state)
+            return state.dtype
 
-        in_a_step(run)
+        assert in_a_step(run) == [torch.uint8]
 
     @pytest.mark.parametrize("name", ["CUDAGraph", "graph", "make_graphed_callables"])
     def test_graphs_are_refused(self, name: str) -> None:

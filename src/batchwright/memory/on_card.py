@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from batchwright.workload import Workload
 
+# Margins that were chosen before anything was measured; docs/limits.md says how often they were not enough.
 _UPPER_ALLOCATED, _UPPER_RESERVED = 1.03, 1.05
 _MACHINES_OWN = ("cuda", "mps", "xpu")
 
@@ -175,7 +176,7 @@ def device_peak(traced: Traced) -> int:
 
 
 def upper_on_card(peaks: PeakBytes, context: Context) -> PeakBytes:
-    """What the peaks stay below."""
+    """The peaks with a margin, and the largest context that was reported."""
     assert peaks.allocated is not None
     assert peaks.reserved is not None
     reserved = round(peaks.reserved * _UPPER_RESERVED)

@@ -8,10 +8,8 @@ Promises:
 
 from __future__ import annotations
 
-import random
-import sys
 import traceback
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from batchwright.device.batches import make_batch
+from batchwright.device.random_state import kept_random_state
 from batchwright.device.step import run_probe
 from batchwright.errors import CannotTraceError
 from batchwright.memory.fake_model import build_skeleton, fake_copy
@@ -29,7 +28,7 @@ from batchwright.simulated.redirected_calls import RedirectedCalls
 from batchwright.simulated.simulated_ranks import simulated_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from torch import nn
 
@@ -114,8 +113,7 @@ def _trace_on(
 
     watched = workload if workload.optimizer is None else replace(workload, optimizer=optimizer)
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(_other_random_states_kept())
+        stack.enter_context(kept_random_state())
         stack.enter_context(values_stay_inside())
         stack.enter_context(mode)
         stack.enter_context(trace)
@@ -152,7 +150,7 @@ def check_batches(workload: Workload, shape: Mapping[str, Any]) -> None:
     """Make two tiny batches before anything long starts, so that one that ignores its size is found at once."""
     if workload.batch is None:
         return
-    with torch.random.fork_rng(devices=[]), _other_random_states_kept(), FakeTensorMode(allow_non_fake_inputs=True):
+    with kept_random_state(), FakeTensorMode(allow_non_fake_inputs=True):
         for size in (1, 2):
             make_batch(workload, size, shape, torch.device("cpu"))
 
@@ -170,17 +168,3 @@ def _explained(error: Exception, operator: str = "", reason: str = "") -> Cannot
         details=[f"at {line}"] if line else [],
         remedy="batchwright fit runs the step instead; or keep that line out of the step that is traced",
     )
-
-
-@contextmanager
-def _other_random_states_kept() -> Iterator[None]:
-    """Give back the state of Python's generator, and of numpy's where it is in use."""
-    numpy = sys.modules.get("numpy")
-    state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)

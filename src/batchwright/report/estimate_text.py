@@ -43,7 +43,7 @@ def _on_card(estimate: Estimate) -> str:
     kinds = ", ".join(
         f"{kind} {format_bytes(num_bytes)}" for kind, num_bytes in asdict(peaks).items() if num_bytes is not None
     )
-    at_most = "" if upper.device is None else f" (at most {format_bytes(upper.device)})"
+    at_most = "" if upper.device is None else f" (with a margin {format_bytes(upper.device)})"
     there_is = "" if estimate.limit_bytes is None else f" with {format_bytes(estimate.limit_bytes)}"
     return f"micro-batch {estimate.micro_batch:,} {verdict} on {estimate.on}{there_is}: predicted {kinds}{at_most}"
 
