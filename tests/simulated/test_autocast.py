@@ -238,7 +238,8 @@ class TestTheCacheOfWeights:
 
     def test_clearing_it_by_hand_casts_anew(self) -> None:
         assert (
-            casts_of_the_weight(changes_in(used_twice(between=lambda: torch.clear_autocast_cache()))) == ["made", "dropped"] * 2
+            casts_of_the_weight(changes_in(used_twice(between=lambda: torch.clear_autocast_cache())))
+            == ["made", "dropped"] * 2
         )
 
     def test_what_is_no_weight_is_cast_each_time(self) -> None:
