@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import batchwright as bw
+from gpu_cases.operators_of_the_time import softmax_before_1_11
 from gpu_cases.optimizers_of_the_time import zeroing_in_place
 
 if TYPE_CHECKING:
@@ -192,6 +193,7 @@ def _loss(model: Any, batch: Any) -> torch.Tensor:
     total = torch.zeros((), device=batch["labels"].device)
     for number, (head, logits) in enumerate(zip(model.heads, model(batch["images"]), strict=True)):
         whole = F.interpolate(logits, size=batch["labels"].shape[1:], mode="bilinear", align_corners=head.align)
-        each = F.cross_entropy(whole, batch["labels"], reduction="none", ignore_index=255)
+        of_classes = softmax_before_1_11(whole, 1, is_log=True)
+        each = F.nll_loss(of_classes, batch["labels"], reduction="none", ignore_index=255)
         total = total + each.mean() * (1.0 if number == 0 else 0.4)
     return total

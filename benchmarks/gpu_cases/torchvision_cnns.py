@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _XMEM = {"steps": 3, "device_holds": "reserved and context", "cudnn_benchmark": False}
 _GPUMEMNET = {
     "device_holds": "reserved and context",
+    "context_from": "gpumemnet-timm-vit_base_patch16_224-bs32",
     "doubt": "cudnn.benchmark is not stated; sampled by nvidia-smi, so a short peak may be missed",
 }
 

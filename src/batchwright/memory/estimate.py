@@ -181,7 +181,7 @@ def _upper(run: Traced, found: Breakdown) -> PeakBytes:
         return PeakBytes()
     if run.peaks is None or run.context is None:
         return PeakBytes(round(found.peak_bytes * UPPER_MARGIN))
-    return upper_on_card(run.peaks, run.context)
+    return upper_on_card(run.peaks, run.context, run.unsure_bytes)
 
 
 def _growth(parts: Mapping[str, int], other: Mapping[str, int], more: int) -> dict[str, int | None]:

@@ -51,6 +51,8 @@ class Traced:
     # On a simulated card: what its allocator counted, and what its context takes.
     peaks: PeakBytes | None = None
     context: Context | None = None
+    # By how much its peak would be higher if every convolution held the most that it may.
+    unsure_bytes: int = 0
     requests: tuple[int, ...] = ()
 
 
@@ -77,7 +79,7 @@ def trace_workload(
             device, spread, micro_batch, shape, steps, accumulation, clip_norm, Trace(routing=routing, card=card)
         )
     events = tuple(card.requests.events)
-    return replace(traced, peaks=card.peak_bytes, context=card.context, requests=events)
+    return replace(traced, peaks=card.peak_bytes, context=card.context, unsure_bytes=card.unsure_bytes, requests=events)
 
 
 def _trace_on(
@@ -92,7 +94,7 @@ def _trace_on(
 ) -> Traced:
     with RedirectedCalls(torch.device("meta")) if trace.card is not None else nullcontext():
         skeleton, notes = build_skeleton(workload, is_card=trace.card is not None)
-    mode = trace.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = trace.storages.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     wrapped: list[nn.Module] = []
     if trace.card is not None and workload.wrap is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchwright.device.moments import Moment, around
-from batchwright.simulated.convolution_workspace import convolution_workspace
+from batchwright.simulated.convolution_workspace import convolution_workspace, largest_convolution_workspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,6 +82,15 @@ def _convolution_backward(card: Card, args: Sequence[Any], outputs: Sequence[tor
     kinds = [kind for kind, is_asked in zip(("data", "weight"), args[10][:2], strict=True) if is_asked]
     # One after the other, so the larger of the two counts.
     return [max((convolution_workspace(card, kind, read, weight, gradient, args[4:10]) for kind in kinds), default=0)]
+
+
+def most_workspace(card: Card, func: Callable[..., Any], args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> int:
+    """Return what a convolution may hold at most; nothing for any other operator."""
+    if func is _aten.convolution.default:
+        return largest_convolution_workspace(card, args[0], args[1], outputs[0], args[3:9])
+    if func is _aten.convolution_backward.default:
+        return largest_convolution_workspace(card, args[1], args[2], args[0], args[4:10])
+    return 0
 
 
 def _up_to(number: int, multiple: int) -> int:

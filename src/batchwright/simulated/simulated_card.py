@@ -22,8 +22,10 @@ from batchwright.simulated.attention import CurrentCard, register_attention
 from batchwright.simulated.autocast import register_autocast
 from batchwright.simulated.backend import switched_on
 from batchwright.simulated.caching_allocator import CachingAllocator, SimulatedOutOfMemory
-from batchwright.simulated.cuda_kernels import moments_on_card
+from batchwright.simulated.cuda_kernels import moments_on_card, most_workspace
+from batchwright.simulated.fused_operators import register_fused_operators
 from batchwright.simulated.held_back import errors_put_back
+from batchwright.simulated.recurrent import register_recurrent
 from batchwright.simulated.replay import Requests
 from batchwright.simulated.torch_cuda import answering_for
 from batchwright.units import format_bytes
@@ -75,15 +77,18 @@ class SimulatedCard:
         )
         self.history = history
         self._workspaces: dict[str, Block] = {}
+        self._most_allocated = 0
         self.requests = Requests()
 
     @contextmanager
     def running(self) -> Iterator[torch.device]:
         """Have torch take this card for real, and yield the device that stands for it."""
-        # Dynamo makes a table of torch's functions when it is first imported, which must not be while some stand in.
-        import_module("torch._dynamo")
+        # Dynamo makes a table of torch's functions, again after a reset, which must not be while others stand in.
+        import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
         register_autocast()
         register_attention()
+        register_fused_operators()
+        register_recurrent()
         with ExitStack() as stack:
             device = stack.enter_context(switched_on())
             stack.enter_context(patch.object(CurrentCard, "card", self.card))
@@ -125,7 +130,16 @@ class SimulatedCard:
         self, func: Callable[..., Any], args: Sequence[Any], outputs: Sequence[torch.Tensor]
     ) -> list[Moment]:
         """What happens inside an operator on this card."""
+        most = most_workspace(self.card, func, args, outputs)
+        if most:
+            made = sum(tensor.numel() * tensor.element_size() for tensor in outputs)
+            self._most_allocated = max(self._most_allocated, self.allocator.stats.allocated.current + made + most)
         return moments_on_card(self.card, func, args, outputs)
+
+    @property
+    def unsure_bytes(self) -> int:
+        """By how much the peak would be higher if every convolution held the most that it may."""
+        return max(self._most_allocated - self.allocator.stats.allocated.peak, 0)
 
     @property
     def peak_bytes(self) -> PeakBytes:
