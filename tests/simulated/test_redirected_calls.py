@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import batchwright as bw
 from batchwright.catalogue.gpus import find_card
 from batchwright.errors import CannotTraceError
 from batchwright.memory.tracing import trace_workload
@@ -404,3 +405,21 @@ def test_afterwards_torch_is_as_it_was(fails: bool) -> None:
     (weight * 2).sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: x.to("cuda:1"),
+        lambda x: x.to(1),
+        lambda x: x.cuda(1),
+        lambda x: x + torch.zeros(1, device="cuda:1"),
+        lambda x: x + torch.zeros(1, device=torch.device("cuda", 1)),
+    ],
+)
+def test_a_second_card_is_not_there(move: Any) -> None:
+    workload = bw.Workload(
+        model=lambda: nn.Linear(4, 4), batch=lambda n: torch.randn(n, 4), loss=lambda model, x: model(move(x)).sum()
+    )
+    with pytest.raises(RuntimeError, match="asks for cuda:1, and one card is simulated"):
+        bw.estimate(workload, micro_batch=2, on="a100-40gb")

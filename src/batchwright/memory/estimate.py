@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from batchwright.device.peak_bytes import PeakBytes
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import Breakdown, break_down, parts_at_the_same_moment
+from batchwright.memory.cards_alike import CardsAlike
 from batchwright.memory.largest import largest_within
 from batchwright.memory.on_card import OnCard, card_named, read_settings, upper_on_card
 from batchwright.memory.result import PARTS, Estimate
@@ -113,7 +114,7 @@ def estimate(
     cap = min(num_samples, LARGEST_MICRO_BATCH)
     with without_torchs_own_log():
         if there is not None:
-            size = there.largest(traced, cap=cap) if find_max else size
+            size = there.largest(_looks(there, traced, cap, say), cap=cap) if find_max else size
         elif limit is not None:
             size = _largest_for(limit, traced, cap=cap)
         run = traced(size)
@@ -144,6 +145,16 @@ def estimate(
         savings=savings,
         fits=fits,
     )
+
+
+def _looks(
+    there: OnCard, traced: Callable[[int], Traced], cap: int, say: Callable[[str], None]
+) -> Callable[[int], Traced]:
+    """How the search for the largest looks at a size: most of them follow from a few traces."""
+    if there.correction is not None:
+        return traced
+    kind = CardsAlike(there, cap, say)
+    return lambda size: kind.traced(size, there.card)
 
 
 def _largest_for(limit: int, traced: Callable[[int], Traced], *, cap: int) -> int:

@@ -6,11 +6,12 @@ largest whose peak has room to spare: `estimate --on CARD --max` may find one or
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchwright.catalogue.gpus import all_cards, context_of
+from batchwright.catalogue.gpus import all_cards
 from batchwright.errors import NothingFitsError
+from batchwright.memory.cards_alike import CardsAlike
 from batchwright.memory.estimate import LARGEST_MICRO_BATCH, check_ranks, check_shape, without_torchs_own_log
 from batchwright.memory.on_card import OnCard, device_peak, read_settings
 from batchwright.memory.tracing import check_batches
@@ -86,18 +87,15 @@ def estimate_every_card(
     check_batches(workload, shape or {})
     settings = read_settings(allocator)
     cap = LARGEST_MICRO_BATCH if workload.data is None else max(1, len(workload.data))
-    runs: dict[tuple[Any, int], Traced] = {}
+    alike: dict[Any, CardsAlike] = {}
     rows = []
     with without_torchs_own_log():
         for card in sorted(all_cards(), key=lambda card: (card.total_bytes, card.name)):
             there = OnCard(workload, card, settings, {"shape": shape, **step})
+            kind = alike.setdefault(kernels_of(card), CardsAlike(there, cap, say))
 
-            def traced(size: int, there: OnCard = there, card: Card = card) -> Traced:
-                key = (kernels_of(card), size)
-                if key not in runs:
-                    say(f"{card.name}: tracing micro-batch {size:,}")
-                    runs[key] = there.traced(size)
-                return _as_on(card, runs[key])
+            def traced(size: int, kind: CardsAlike = kind, card: Card = card) -> Traced:
+                return kind.traced(size, card)
 
             try:
                 largest = there.largest(traced, cap=cap, to_the_last=False)
@@ -106,12 +104,3 @@ def estimate_every_card(
             asked = traced(micro_batch)
             rows.append(CardRow(card.name, card.total_bytes, there.fits(asked), device_peak(asked), largest))
     return EveryCard(workload.name, micro_batch, tuple(sorted(rows, key=lambda row: (not row.fits, row.total_bytes))))
-
-
-def _as_on(card: Card, traced: Traced) -> Traced:
-    """A trace of a card alike, with this card's own context."""
-    context = context_of(card)
-    assert traced.peaks is not None
-    assert traced.peaks.reserved is not None
-    peaks = replace(traced.peaks, device=traced.peaks.reserved + context.typical_bytes)
-    return replace(traced, peaks=peaks, context=context)

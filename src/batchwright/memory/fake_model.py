@@ -17,9 +17,12 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from batchwright.errors import CannotTraceError, InvalidInputError
+from batchwright.memory.quantized_linears import quantized_parts, stand_in
 from batchwright.units import shortened
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from batchwright.workload import Workload
@@ -60,8 +63,11 @@ def build_skeleton(workload: Workload, *, is_card: bool = False) -> tuple[nn.Mod
 def fake_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
     """Copy a module with every tensor of it replaced by a fake one on `device`."""
     replaced: dict[int, object] = {}
+    if device.type != "cpu":
+        with mode:
+            replaced.update({id(part): stand_in(part, device) for part in quantized_parts(module)})
     storages: dict[int, torch.Tensor] = {}
-    tensors = list({id(tensor): tensor for tensor in _tensors_of(module)}.values())
+    tensors = list({id(tensor): tensor for tensor in _tensors_of(module, without=replaced)}.values())
     num_users = Counter(tensor.untyped_storage()._cdata for tensor in tensors)
     for tensor in tensors:
         key = tensor.untyped_storage()._cdata
@@ -80,10 +86,12 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
     return copy.deepcopy(module, replaced)
 
 
-def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """Parameters, buffers, and tensors that a module holds as plain attributes."""
+def _tensors_of(module: nn.Module, *, without: Container[int]) -> list[torch.Tensor]:
+    """Parameters, buffers, and tensors that a module holds as plain attributes; not those of modules left out."""
     found: list[torch.Tensor] = []
     for part in module.modules():
+        if id(part) in without:
+            continue
         found += [p for p in part._parameters.values() if p is not None]
         found += [b for b in part._buffers.values() if b is not None]
         held = [

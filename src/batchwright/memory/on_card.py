@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from batchwright.workload import Workload
 
-# Reserved: the smallest that covers torchtune's figures in the calibration third of benchmarks/memory_gpu.py, where
-# predictions were 6.8 % low. Allocated: chosen; that third needs less. docs/limits.md says how often they fall short.
-_UPPER_ALLOCATED, _UPPER_RESERVED = 1.05, 1.075
+# The smallest that covers torchtune's reserved figures in the calibration third of benchmarks/memory_gpu.py, where
+# predictions were 6.8 % low. docs/limits.md says how often it falls short.
+_UPPER = 1.075
 _MACHINES_OWN = ("cuda", "mps", "xpu")
 
 
@@ -180,8 +180,7 @@ def upper_on_card(peaks: PeakBytes, context: Context, unsure_bytes: int = 0) -> 
     """The peaks with a margin, or with the largest workspaces, and with the largest context that was reported."""
     assert peaks.allocated is not None
     assert peaks.reserved is not None
-    allocated = max(round(peaks.allocated * _UPPER_ALLOCATED), peaks.allocated + unsure_bytes)
-    reserved = max(round(peaks.reserved * _UPPER_RESERVED), peaks.reserved + unsure_bytes)
+    allocated, reserved = (max(round(peak * _UPPER), peak + unsure_bytes) for peak in (peaks.allocated, peaks.reserved))
     return PeakBytes(allocated, reserved, reserved + context.high_bytes)
 
 

@@ -13,6 +13,7 @@ Promises:
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import cache
 from traceback import extract_stack
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,13 @@ _DEVICE = torch.ops.prim.device.default
 _COPY = torch.ops.aten._to_copy.default
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _IN_PLACE: dict[Any, Callable[..., Any]] = {torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src}
+
+
+@cache
+def _changes_a_list(func: Any) -> bool:
+    """Whether an operator updates a list of tensors in place: it makes nothing, and asking it takes its time."""
+    name: str = func._schema.name
+    return name.startswith("aten::_foreach_") and name.endswith("_")
 
 
 class Trace(TorchDispatchMode):
@@ -176,7 +184,7 @@ class Trace(TorchDispatchMode):
         outputs = self._scattered_in_place(func, args)
         if outputs is None:
             outputs = self.routing.answer(func, args)
-        if outputs is None:
+        if outputs is None and not (self.card is not None and _changes_a_list(func)):
             rule = SHAPE_RULES.get(func, func) if self.card is None else func
             outputs = shapes_from(rule, func, args, kwargs)
         operator = str(func).removesuffix(".default")

@@ -105,4 +105,15 @@ def is_on_card(tensor: torch.Tensor) -> bool:
 
 def card_device(value: Any) -> Any:
     """Return the simulated device for one that names a GPU; anything else as it is."""
-    return torch.device(NAME, 0) if isinstance(value, torch.device) and value.type == "cuda" else value
+    if not isinstance(value, torch.device) or value.type != "cuda":
+        return value
+    refuse_other_cards(value.index)
+    return torch.device(NAME, 0)
+
+
+def refuse_other_cards(index: int | None) -> None:
+    """Raise what CUDA raises for a card that is not there."""
+    if index:
+        raise RuntimeError(
+            f"CUDA error: invalid device ordinal: the step asks for cuda:{index}, and one card is simulated, cuda:0"
+        )

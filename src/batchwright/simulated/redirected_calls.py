@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from batchwright.simulated.backend import NAME, is_on_card
+from batchwright.simulated.backend import NAME, is_on_card, refuse_other_cards
 from batchwright.simulated.held_back import raising_what_was_taken
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class RedirectedCalls(TorchFunctionMode):
             # Pinned memory is the host's: nothing of it is on the card.
             return args[0] if func is torch.Tensor.pin_memory else True
         if func is torch.Tensor.cuda:
+            where = args[1] if len(args) > 1 else kwargs.get("device")
+            self._led(torch.device("cuda", where) if type(where) is int else where)
             return args[0].to(self.target)
         if func is torch.Tensor.new_tensor and is_on_card(args[0]):
             made = torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype))
@@ -59,9 +61,9 @@ class RedirectedCalls(TorchFunctionMode):
         args = tuple(self._led(value) for value in args)
         kwargs = {name: self._led(value) for name, value in kwargs.items() if name != "pin_memory"}
         if func in _MOVES_ARGUMENTS and len(args) > 1 and type(args[1]) is int:
-            args = (args[0], self.target, *args[2:])
+            args = (args[0], self._led(torch.device("cuda", args[1])), *args[2:])
         if type(kwargs.get("device")) is int:
-            kwargs["device"] = self.target
+            kwargs["device"] = self._led(torch.device("cuda", kwargs["device"]))
         if kwargs.get("generator") is not None and kwargs["generator"].device.type != "cpu":
             del kwargs["generator"]
         if func in _FROM_VALUES and kwargs.get("device") is not None:
@@ -70,8 +72,9 @@ class RedirectedCalls(TorchFunctionMode):
         return raising_what_was_taken(func, *args, **kwargs)
 
     def _led(self, value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return self.target if value.type in _GPU else value
         if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
-            return self.target
-        return value
+            value = torch.device(value)
+        if not isinstance(value, torch.device) or value.type not in _GPU:
+            return value
+        refuse_other_cards(value.index)
+        return self.target

@@ -45,14 +45,29 @@ def goes_through(events: Sequence[int], capacity: int, settings: AllocatorSettin
     >>> [goes_through(events, mib << 20, AllocatorSettings(), mib << 20) for mib in (38, 40, 70)]
     [False, True, True]
     """
-    allocator = CachingAllocator(capacity, settings, settings.allowed_bytes(total_bytes))
-    blocks: list[Block] = []
     try:
-        for event in events:
-            if event >= 0:
-                blocks.append(allocator.malloc(event))
-            else:
-                allocator.free(blocks[-1 - event])
+        _replay(events, CachingAllocator(capacity, settings, settings.allowed_bytes(total_bytes)))
     except SimulatedOutOfMemory:
         return False
     return True
+
+
+def peaks_with_room(events: Sequence[int], settings: AllocatorSettings) -> tuple[int, int]:
+    """Return the allocated and the reserved peak of a run's requests, on a card with room to spare.
+
+    >>> from batchwright.simulated.allocator_settings import AllocatorSettings
+    >>> peaks_with_room([30 << 20, -1, 40 << 20], AllocatorSettings()) == (40 << 20, 70 << 20)
+    True
+    """
+    allocator = CachingAllocator(None, settings, None)
+    _replay(events, allocator)
+    return allocator.stats.allocated.peak, allocator.stats.reserved.peak
+
+
+def _replay(events: Sequence[int], allocator: CachingAllocator) -> None:
+    blocks: list[Block] = []
+    for event in events:
+        if event >= 0:
+            blocks.append(allocator.malloc(event))
+        else:
+            allocator.free(blocks[-1 - event])

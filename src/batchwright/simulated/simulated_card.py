@@ -52,7 +52,8 @@ _MULTIPLIES = {
 
 def kernels_of(card: Card) -> tuple[object, ...]:
     """What of a card decides which kernels run and what they hold; cards that agree in it trace alike."""
-    return (card.vendor, min(card.capability, (8, 0)), cublas_workspace_bytes(card))
+    generation = sum(card.capability >= first for first in ((7, 0), (8, 0)))
+    return (card.vendor, generation, cublas_workspace_bytes(card))
 
 
 class SimulatedCard:
