@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from batchwright.planning.plan import Plan, plan
     from batchwright.sampler.pack import pack
     from batchwright.sampler.token_batch_sampler import TokenBatchSampler
+    from batchwright.tuning.result import Tuned
+    from batchwright.tuning.tune import tune
     from batchwright.workload import Workload
 
 __version__ = "0.1.0"
@@ -55,6 +57,7 @@ __all__ = [
     "Plan",
     "Recommendation",
     "TokenBatchSampler",
+    "Tuned",
     "Workload",
     "advise",
     "audit",
@@ -68,6 +71,7 @@ __all__ = [
     "plan",
     "recommend",
     "record_run",
+    "tune",
 ]
 
 _HOMES = {
@@ -85,6 +89,7 @@ _HOMES = {
     "Plan": "planning.plan",
     "Recommendation": "memory.recommend",
     "TokenBatchSampler": "sampler.token_batch_sampler",
+    "Tuned": "tuning.result",
     "Workload": "workload",
     "advise": "planning.advice",
     "audit": "integrations.audit",
@@ -98,6 +103,7 @@ _HOMES = {
     "plan": "planning.plan",
     "recommend": "memory.recommend",
     "record_run": "memory.recorded_run",
+    "tune": "tuning.tune",
 }
 
 

@@ -1,4 +1,4 @@
-"""`audit_first_window`: audits the first window of a loop that accelerate accumulates, and then leaves."""
+"""For accelerate: `watch`, and `audit_first_window`, which audits the first window of a loop and leaves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
+from batchwright.integrations.accelerate_watch import AcceleratorWatch, watch
 from batchwright.integrations.first_window import FirstWindow
 from batchwright.report.audit_text import summarize_audit
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from batchwright.accumulate.audit_result import Audit
+
+__all__ = ["AcceleratorWatch", "Watched", "audit_first_window", "watch"]
 
 
 class Watched:

@@ -1,4 +1,4 @@
-"""`AuditFirstWindow`: a Lightning callback that audits the first window of a real run and then leaves."""
+"""For Lightning: `BatchwrightCallback`, and `AuditFirstWindow`, which audits the first window of a run and leaves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError, import_extra
 from batchwright.integrations.first_window import FirstWindow
+from batchwright.integrations.lightning_callback import BatchwrightCallback
 from batchwright.report.audit_text import summarize_audit
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from batchwright.accumulate.audit_result import Audit
 else:
     Callback = import_extra("lightning.pytorch", extra="lightning", purpose="AuditFirstWindow").Callback
+
+__all__ = ["AuditFirstWindow", "BatchwrightCallback"]
 
 
 class AuditFirstWindow(Callback):

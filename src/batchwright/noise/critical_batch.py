@@ -78,6 +78,7 @@ class CriticalBatch:
             "steps_needed": self.steps_needed,
             "trace": _number(self.trace),
             "signal": _number(self.signal),
+            "samples_per_unit": self.samples_per_unit,
         }
 
     def __str__(self) -> str:

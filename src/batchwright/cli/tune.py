@@ -1,0 +1,95 @@
+"""`batchwright tune`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from batchwright.cli.options import Amount, Count, json_option, print_json
+from batchwright.errors import InvalidInputError
+from batchwright.units import parse_whole_number
+
+if TYPE_CHECKING:
+    from batchwright.tuning.result import Tuned
+
+
+@click.command("tune")
+@click.argument("target")
+@click.option(
+    "--on", default="cpu", show_default=True, metavar="DEVICE", help="cpu, cuda, mps, xpu; or a card of the catalogue."
+)
+@click.option("--memory", type=Amount(), metavar="AMOUNT", help="A budget such as 16GiB.  [default: what is free]")
+@click.option("--devices", type=Count(), help="Data-parallel ranks.  [default: 1, under torchrun its ranks]")
+@click.option("--effective-batch", type=Count(), help="The effective batch to keep.  [default: the one that pays]")
+@click.option("--limit", type=Count(), help="The largest micro-batch of interest.")
+@click.option("--shape", "shapes", metavar="NAME=VALUE", multiple=True, help="An argument of the workload's batch.")
+@click.option("--steps", type=Count(), default=200, show_default=True, help="Optimizer steps to train for the noise.")
+@click.option("--noise-batch", type=Count(), help="The effective batch to train them at.  [default: 64]")
+@click.option("--branches", metavar="LIST", help="Also train short branches at these batches, such as 16,32,64,128.")
+@click.option("--seed", type=Count(least=0), default=0, show_default=True, help="For weights, order and samples.")
+@click.option("--skip", metavar="STAGES", help="Leave out fit, estimate, throughput, audit, noise or branches.")
+@click.option("--run", "file", metavar="FILE", default="run.json", show_default=True, help="Where the run is written.")
+@click.option("--resume", is_flag=True, help="Go on with the run that is in that file.")
+@json_option
+def command(target: str, as_json: bool, **options: Any) -> int:
+    """Tune a workload: what fits, how fast, is accumulation right, how large pays, and what to type.
+
+    TARGET is a workload (path.py:function or module:function). Each stage can be skipped; one that fails does not take
+    the others with it. What was measured is in the run's file after every stage.
+
+    \b
+    batchwright tune train.py:workload --memory 16GiB
+    batchwright tune train.py:workload --on a100-40gb --devices 8
+    torchrun --nproc-per-node 2 -m batchwright tune train.py:workload
+    """
+    from batchwright.cli.estimate import parse_shape
+    from batchwright.targets import find_target
+
+    options["shape"] = parse_shape(options.pop("shapes"))
+    options["skip"] = tuple(name.strip() for name in (options["skip"] or "").split(",") if name.strip())
+    options["branch_batches"] = _batches(options.pop("branches"))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if options["devices"] is None:
+        options["devices"] = ranks
+    elif ranks > 1 and options["devices"] != ranks:
+        raise InvalidInputError(
+            f"--devices {options['devices']} under torchrun with {ranks} ranks.", remedy=f"--devices {ranks}"
+        )
+    find_target(target)
+    folder = Path(options["file"]).resolve().parent
+    if not folder.is_dir():
+        raise InvalidInputError(f"no folder '{folder}' for the run.", remedy="--run FILE in a folder that exists")
+    speaks = os.environ.get("RANK", "0") == "0"
+    if not speaks:
+        options["file"], options["resume"] = None, False
+    found = _tune(target, options, speaks=speaks)
+    if not speaks:
+        return 0
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        from batchwright.report.console import print_answer
+
+        print_answer(found)
+        click.echo(f"the run is in {options['file']}", err=True)
+    return int("skipped" in found.run["recommendation"])
+
+
+def _tune(target: str, options: dict[str, Any], *, speaks: bool) -> Tuned:
+    from batchwright.report.progress import Progress
+    from batchwright.tuning.tune import tune
+
+    # What the user's code prints must not get into the answer.
+    with Progress() as progress, redirect_stdout(sys.stderr):
+        say = progress.say if speaks else lambda _: None
+        say(f"loading {target}")
+        return tune(target, **options, progress=say)
+
+
+def _batches(text: str | None) -> tuple[int, ...]:
+    return tuple(parse_whole_number(part, "--branches") for part in text.split(",")) if text else ()

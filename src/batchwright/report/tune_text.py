@@ -1,0 +1,80 @@
+"""A whole run as text: the answer, what would change it, and what it rests on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from batchwright.report.tables import draw_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+
+    from batchwright.report.html import Columns
+    from batchwright.tuning.result import Tuned
+
+
+def summarize_tuned(tuned: Tuned) -> str:
+    """Say the answer in one line."""
+    advised = tuned.run["recommendation"]
+    if "skipped" in advised:
+        return f"no recommendation: {advised['skipped']}"
+    split = (
+        f"micro-batch {advised['micro_batch']:,} x accumulation {advised['accumulation']:,} x devices "
+        f"{advised['devices']:,} = effective batch {advised['effective_batch']:,}"
+    )
+    good = advised["range_within_5_percent"]
+    told = f"{split} ({advised['source']})"
+    return told if good is None else f"{told}; {good[0]:,} to {good[1]:,} are as good"
+
+
+def tuned_columns(tuned: Tuned) -> Columns:
+    """What the answer is, and what other set-ups would give."""
+    advised = tuned.run["recommendation"]
+    if "skipped" in advised:
+        return []
+    rows = [{"change": "recommended", "time_ratio": 1.0 if advised["seconds_per_step"] else None, **advised}]
+    rows += advised["changes"]
+    return [
+        ("set-up", [row["change"] for row in rows]),
+        *((name.replace("_", " "), [_count(row[name]) for row in rows]) for name in _SIZES),
+        ("time to\nthe loss", ["-" if row["time_ratio"] is None else f"{row['time_ratio']:.2f}x" for row in rows]),
+    ]
+
+
+_SIZES = ("micro_batch", "accumulation", "effective_batch")
+
+
+def tuned_remarks(tuned: Tuned) -> Iterator[str]:
+    """What the answer rests on, a line each, and what is missing."""
+    run = tuned.run
+    advised = run["recommendation"]
+    if "skipped" not in advised:
+        rate = advised["learning_rate"]
+        if rate is not None:
+            yield (
+                f"learning rate: {rate['now']:g} at an effective batch of {rate['at_batch']:,} becomes "
+                f"{rate['recommended']:.3g} [{rate['low']:.3g}, {rate['high']:.3g}]"
+            )
+        yield from (f"why: {reason}." for reason in advised["reasons"])
+        yield from (f"assumed: {text}." for text in advised["assumes"])
+        yield from (f"{change['change']}: {change['note']}." for change in advised["changes"] if change["note"])
+        yield from (f"note: {note}." for note in advised["notes"])
+    audit = run["audit"]
+    if "skipped" not in audit:
+        told = "exact" if audit["exact"] else "NOT the gradient of the big batch: batchwright audit names the cause"
+        yield f"accumulation: {told}."
+    for name, section in run.items():
+        why = section.get("skipped") if isinstance(section, dict) else None
+        if isinstance(why, str) and why != "not asked for":
+            yield f"{name}: {why.splitlines()[0]}"
+
+
+def draw_tuned(tuned: Tuned) -> RenderableType:
+    """Draw the answer for a terminal."""
+    return draw_table(summarize_tuned(tuned), tuned_columns(tuned), tuned_remarks(tuned), left=1)
+
+
+def _count(value: Any) -> str:
+    return "-" if value is None else f"{value:,}"

@@ -1,0 +1,1 @@
+"""`tune`: every measurement joined into one answer."""

@@ -1,0 +1,79 @@
+"""The last two sections of a run: the plan and the recommendation, from what the others hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from batchwright.errors import BatchwrightError, NotExpressibleError
+from batchwright.tuning.known import Known, critical_from
+from batchwright.tuning.other_setups import what_would_change
+from batchwright.tuning.recommendation import Advised, choose, curve, learning_rate
+from batchwright.tuning.run_file import is_done
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from batchwright.noise.critical_batch import CriticalBatch
+    from batchwright.planning.plan import Plan
+    from batchwright.tuning.ask import Ask
+
+
+def advise_run(run: dict[str, Any], ask: Ask, frameworks: Iterable[str]) -> None:
+    """Write the plan and the recommendation into a run."""
+    known = Known(run)
+    if known.micro_batch is None and known.times is None:
+        reason = "neither what fits nor how long a step takes is known"
+        run["plan"] = run["recommendation"] = {"skipped": reason}
+        return
+    critical, origin, note = _critical(run, known)
+    try:
+        choice = choose(
+            known,
+            devices=ask.devices,
+            effective_batch=ask.effective_batch,
+            critical=critical,
+            critical_from=origin,
+        )
+    except BatchwrightError as error:
+        run["plan"] = run["recommendation"] = {"skipped": f"failed: {error}"}
+        return
+    about, noise = run["workload"], known.section("noise")
+    times = known.times
+    advised = Advised(
+        name=about["name"],
+        on=ask.on,
+        choice=choice,
+        learning_rate=learning_rate(
+            choice, about["optimizer"], about["learning_rate"], None if noise is None else noise["effective_batch"]
+        ),
+        seconds_per_step=None if times is None else times.step_seconds(choice.plan.split),
+        time_to_target=curve(choice),
+        changes=what_would_change(known, choice, ask.devices),
+        configs=dict(_configs(choice.plan, frameworks)),
+        notes=tuple(text for text in (note,) if text),
+    )
+    run["plan"], run["recommendation"] = choice.plan.to_dict(), advised.to_dict()
+
+
+def _critical(run: dict[str, Any], known: Known) -> tuple[CriticalBatch | None, str | None, str]:
+    """Return the critical batch, what it rests on, and what has to be said about it."""
+    branches, scale = run["branches"], known.noise_scale
+    if is_done(branches):
+        ratio = branches["ratio"]
+        note = f"on this task the critical batch is {ratio:.2g} times the noise scale" if ratio else ""
+        return critical_from(branches["critical_batch"]), "branches", note
+    if scale is None:
+        return None, None, ""
+    note = (
+        "the noise scale stands in for the critical batch, which was 2 to 5 times as large on two tasks under AdamW "
+        "and momentum: --branches measures it on this one"
+    )
+    return scale, "noise scale", note
+
+
+def _configs(plan: Plan, frameworks: Iterable[str]) -> Iterable[tuple[str, str]]:
+    for name in frameworks:
+        try:
+            yield name, plan.snippet(name)
+        except NotExpressibleError as error:
+            yield name, f"# {error.problem}"

@@ -1,0 +1,81 @@
+"""What was asked of `tune`, checked, and the same as plain data for the run's file."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from batchwright.errors import InvalidInputError
+from batchwright.memory.on_card import names_a_card
+from batchwright.units import shortened, whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+STAGES = ("fit", "estimate", "throughput", "audit", "noise", "branches")
+"""What can be skipped, in the order in which it is done."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One question to `tune`."""
+
+    on: str = "cpu"
+    memory: str | int | None = None
+    devices: int = 1
+    effective_batch: int | None = None
+    limit: int | None = None
+    shape: dict[str, Any] = field(default_factory=dict)
+    steps: int = 200
+    noise_batch: int | None = None
+    branch_batches: tuple[int, ...] = ()
+    seed: int = 0
+    skip: tuple[str, ...] = ()
+
+    @classmethod
+    def read(
+        cls,
+        *,
+        skip: Iterable[str] = (),
+        shape: Mapping[str, Any] | None = None,
+        branch_batches: Iterable[int] = (),
+        **told: Any,
+    ) -> Ask:
+        """Check what was asked.
+
+        >>> Ask.read(skip=["noise"], devices=2).skip
+        ('noise',)
+        """
+        names = tuple(skip)
+        for name in names:
+            if name not in STAGES:
+                raise InvalidInputError(
+                    f"there is no stage {shortened(name)} to skip; there are {', '.join(STAGES)}.",
+                    remedy="--skip noise",
+                )
+        asked = cls(skip=names, shape=dict(shape or {}), branch_batches=tuple(branch_batches), **told)
+        whole_number(asked.devices, "devices")
+        whole_number(asked.steps, "steps")
+        for number, name in ((asked.effective_batch, "effective batch"), (asked.limit, "limit")):
+            if number is not None:
+                whole_number(number, name)
+        return asked
+
+    @property
+    def is_on_card(self) -> bool:
+        """Whether a simulated card was asked about: nothing runs there."""
+        return names_a_card(self.on)
+
+    def why_not(self, stage: str) -> str | None:
+        """Why a stage is not run, or None."""
+        if stage in self.skip:
+            return "skipped, as asked"
+        if self.is_on_card and stage in ("throughput", "audit", "noise", "branches"):
+            return f"{self.on} is simulated: nothing runs there"
+        if stage == "branches" and not self.branch_batches:
+            return "not asked for"
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the question as plain data."""
+        return {**asdict(self), "branch_batches": list(self.branch_batches), "skip": list(self.skip)}

@@ -1,0 +1,83 @@
+"""What the sections of a run say, as the objects that the arithmetic takes.
+
+A run that is taken up again has only its file: so everything after a measurement reads the section, not the object.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from batchwright.noise.critical_batch import CriticalBatch
+from batchwright.planning.times import TimedPoint, TimeModel, fit_times
+from batchwright.tuning.run_file import is_done
+
+
+@dataclass(frozen=True)
+class Known:
+    """A run, read."""
+
+    run: dict[str, Any]
+
+    def section(self, name: str) -> dict[str, Any] | None:
+        """Return a section that was answered."""
+        section: dict[str, Any] = self.run[name]
+        return section if is_done(section) else None
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The largest that fits."""
+        found = self.section("fit")
+        size = None if found is None else found["micro_batch"]
+        return size if isinstance(size, int) else None
+
+    @property
+    def fastest_micro_batch(self) -> int | None:
+        """The smallest that is within 5 % of the best throughput."""
+        found = self.section("throughput")
+        return None if found is None else int(found["fastest_micro_batch"])
+
+    @property
+    def times(self) -> TimeModel | None:
+        """The time model of the throughput."""
+        found = self.section("throughput")
+        if found is None:
+            return None
+        points = [TimedPoint(p["micro_batch"], p["seconds"], p["accumulation"]) for p in found["times"]["points"]]
+        return fit_times(points)
+
+    @property
+    def noise_scale(self) -> CriticalBatch | None:
+        """The critical batch by the noise scale."""
+        found = self.section("noise")
+        return None if found is None else critical_from(found["critical_batch"])
+
+    @property
+    def samples(self) -> int | None:
+        """How many samples there are."""
+        found = self.section("workload")
+        return None if found is None else found["samples"]
+
+
+def critical_from(data: dict[str, Any]) -> CriticalBatch:
+    """Return the critical batch that `to_dict` wrote down.
+
+    >>> print(critical_from(CriticalBatch(300.0, 200.0, 500.0, "samples", 50).to_dict()))
+    300 [200, 500] samples
+    """
+
+    def number(name: str, otherwise: float) -> float:
+        return otherwise if data[name] is None else float(data[name])
+
+    return CriticalBatch(
+        number("value", math.inf),
+        number("low", 0.0),
+        number("high", math.inf),
+        str(data["unit"]),
+        int(data["observations"]),
+        steps_needed=data["steps_needed"],
+        trace=number("trace", math.nan),
+        signal=number("signal", math.nan),
+        samples_per_unit=data.get("samples_per_unit"),
+    )

@@ -1,0 +1,179 @@
+"""The recommendation: micro-batch, accumulation, effective batch, learning rate, and what would change them.
+
+Pure arithmetic over what a run has measured.
+
+Promises:
+- an effective batch that was asked for is kept, and what would be better is said beside it;
+- without a critical batch or without times nothing is made up: what is missing, and what stands in for it, is told;
+- every answer says what it rests on, and the range that is as good.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from batchwright.noise.best_batch import best_batch
+from batchwright.noise.efficiency import soonest_batch, time_to_loss
+from batchwright.noise.learning_rate_change import learning_rate_change
+from batchwright.planning.plan import plan
+
+if TYPE_CHECKING:
+    from batchwright.noise.best_batch_result import BestBatch
+    from batchwright.noise.critical_batch import CriticalBatch
+    from batchwright.planning.plan import Plan
+    from batchwright.tuning.known import Known
+    from batchwright.tuning.other_setups import Change
+
+# The curve of the report goes so many doublings to either side of the answer.
+_DOUBLINGS = 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was found, before it is written down."""
+
+    plan: Plan
+    best: BestBatch | None
+    critical: CriticalBatch | None
+    critical_from: str | None
+    reasons: tuple[str, ...]
+    assumes: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class Advised:
+    """The recommendation as it stands in a run."""
+
+    name: str
+    on: str
+    choice: Choice
+    learning_rate: dict[str, Any] | None
+    seconds_per_step: float | None
+    time_to_target: tuple[dict[str, Any], ...]
+    changes: tuple[Change, ...] = ()
+    configs: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data: the section `recommendation` of a run."""
+        made, best = self.choice.plan, self.choice.best
+        speed = None if self.seconds_per_step is None else made.effective_batch / self.seconds_per_step
+        return {
+            "schema": 1,
+            "source": self.choice.source,
+            "name": self.name,
+            "on": self.on,
+            "devices": made.devices,
+            "micro_batch": made.micro_batch,
+            "accumulation": made.accumulation,
+            "effective_batch": made.effective_batch,
+            "range_within_5_percent": None if best is None else list(best.range_within_5_percent),
+            "best_effective_batch": None if best is None else best.value,
+            "learning_rate": self.learning_rate,
+            "critical_batch": None if self.choice.critical is None else self.choice.critical.to_dict(),
+            "critical_batch_from": self.choice.critical_from,
+            "seconds_per_step": self.seconds_per_step,
+            "samples_per_second": speed,
+            "time_to_target": list(self.time_to_target),
+            "reasons": list(self.choice.reasons),
+            "assumes": list(self.choice.assumes),
+            "changes": [asdict(change) for change in self.changes],
+            "configs": self.configs,
+            "notes": list(self.notes),
+        }
+
+
+def choose(
+    known: Known,
+    *,
+    devices: int,
+    effective_batch: int | None,
+    critical: CriticalBatch | None,
+    critical_from: str | None,
+) -> Choice:
+    """Choose the split from what is known."""
+    fits, times = known.micro_batch, known.times
+    reasons, assumes = [], []
+    largest = fits or known.fastest_micro_batch or 1
+    if fits is None:
+        assumes.append(f"what fits was not measured: micro-batches up to {largest:,} are taken to fit")
+    best = None
+    in_samples = None if critical is None else critical.in_samples()
+    if in_samples is not None and times is not None:
+        best = best_batch(
+            in_samples, times, devices=devices, micro_batch=min(largest, known.fastest_micro_batch or largest)
+        )
+    if effective_batch is not None:
+        wanted = effective_batch
+        reasons.append(f"an effective batch of {wanted:,} was asked for")
+        if best is not None:
+            low, high = best.range_within_5_percent
+            inside = "is as good" if low <= wanted <= high else f"takes {best.time_ratio(wanted):.2f} times as long"
+            reasons.append(f"{best.value:,} would reach the loss soonest; {wanted:,} {inside}")
+    elif best is not None:
+        wanted = best.in_micro_batches or best.value
+        low, high = best.range_within_5_percent
+        reasons.append(
+            f"{best.value:,} samples reach the loss soonest at a critical batch of {critical}; {low:,} to {high:,} "
+            "are within 5 %"
+        )
+    else:
+        wanted = largest * devices
+        what = "the critical batch" if critical is None else "how long a step takes"
+        assumes.append(f"{what} was not measured: the effective batch is one micro-batch on each device, not a choice")
+    made = plan(wanted, micro_batch=largest, devices=devices, samples=known.samples, times=times)
+    if fits is not None:
+        reasons.append(f"micro-batch {fits:,} is the largest that fits")
+    is_measured = best is not None and fits is not None
+    source = "measured" if is_measured else "predicted"
+    return Choice(made, best, in_samples or critical, critical_from, tuple(reasons), tuple(assumes), source)
+
+
+def curve(choice: Choice) -> tuple[dict[str, Any], ...]:
+    """Return the time to the loss by batch, each relative to the best batch, with the ends of the critical batch."""
+    best = choice.best
+    if best is None or choice.critical is None:
+        return ()
+    line = best.step_seconds
+    sizes = sorted({max(round(best.value * 2 ** (step / 2)), 1) for step in range(-2 * _DOUBLINGS, 2 * _DOUBLINGS + 1)})
+
+    def ratio(size: int, critical: float) -> float | None:
+        if not math.isfinite(critical):
+            return None
+        soonest = soonest_batch(critical, line.fixed, line.per_sample, least=1, most=2**31)
+        return time_to_loss(size, critical, line.fixed, line.per_sample) / time_to_loss(
+            soonest, critical, line.fixed, line.per_sample
+        )
+
+    rows = []
+    for size in sizes:
+        ends = [r for r in (ratio(size, choice.critical.low), ratio(size, choice.critical.high)) if r is not None]
+        middle = best.time_ratio(size)
+        rows.append(
+            {"effective_batch": size, "ratio": middle, "low": min([middle, *ends]), "high": max([middle, *ends])}
+        )
+    return tuple(rows)
+
+
+def learning_rate(
+    choice: Choice, optimizer: str | None, rate: float | None, tuned_at: int | None
+) -> dict[str, Any] | None:
+    """Return how the learning rate follows from the batch it was given for to the recommended one."""
+    if optimizer is None or rate is None or tuned_at is None or choice.critical is None:
+        return None
+    change = learning_rate_change(optimizer, tuned_at, choice.plan.effective_batch, choice.critical, learning_rate=rate)
+    if change.factor is None:
+        return None
+    ends = [rate * value for value in (change.factor.value, change.factor.low, change.factor.high)]
+    return {
+        "now": rate,
+        "at_batch": tuned_at,
+        "factor": change.factor.value,
+        "recommended": ends[0],
+        "low": ends[1],
+        "high": ends[2],
+        "rule": change.reason,
+    }

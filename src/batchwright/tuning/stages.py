@@ -1,0 +1,126 @@
+"""The stages of a run: each asks one part of batchwright and returns its section.
+
+Promises:
+- a stage reads what came before from the run, so that one that is taken up again needs nothing else.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from batchwright.accumulate.audit import audit_workload
+from batchwright.device.step import build_optimizers
+from batchwright.errors import InvalidInputError, NothingFitsError
+from batchwright.fitting.fit import fit
+from batchwright.memory.estimate import estimate
+from batchwright.memory.fake_model import build_skeleton
+from batchwright.noise.branches import measure_critical_batch
+from batchwright.noise.noise_run import measure_noise
+from batchwright.tuning.throughput import measure_throughput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchwright.tuning.ask import Ask
+    from batchwright.tuning.known import Known
+    from batchwright.workload import Workload
+
+    Say = Callable[[str], None]
+
+# So many sizes are timed, each half of the next.
+_TIMED_SIZES = 4
+_NOISE_BATCH = 64
+
+
+def describe_workload(workload: Workload, target: str | None, ask: Ask) -> dict[str, Any]:
+    """Return what the workload is."""
+    from batchwright import __version__
+
+    model, _ = build_skeleton(workload)
+    optimizers = build_optimizers(workload, model) if workload.optimizer is not None else ()
+    rates = {group.get("lr") for optimizer in optimizers for group in optimizer.param_groups}
+    return {
+        "name": workload.name,
+        "target": target,
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "num_trained": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        "samples": None if workload.data is None else len(workload.data),
+        "optimizer": type(optimizers[0]).__name__ if optimizers else None,
+        "learning_rate": float(rates.pop()) if len(rates) == 1 and None not in rates else None,
+        "batchwright": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        **ask.to_dict(),
+    }
+
+
+def find_fit(work: Workload | str, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
+    """Find the largest micro-batch; where nothing fits, say so and end here."""
+    found = fit(
+        work,
+        on=ask.on,
+        memory=ask.memory,
+        limit=ask.limit,
+        shapes=ask.shape,
+        # Gradients of one micro-batch live through the forward of the next.
+        accumulation=2,
+        progress=say,
+    )
+    if found.micro_batch is None:
+        raise NothingFitsError(f"no micro-batch fits: {found.reason}")
+    return found.to_dict()
+
+
+def predict(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
+    """Predict the memory at the largest micro-batch that fits."""
+    return estimate(
+        work,
+        micro_batch=known.micro_batch or 1,
+        on=ask.on if ask.is_on_card else "cpu",
+        shape=ask.shape or None,
+        accumulation=2,
+        what_if=True,
+        progress=say,
+    ).to_dict()
+
+
+def time_steps(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
+    """Time steps at the largest micro-batch, and at halves of it."""
+    largest = known.micro_batch or _NOISE_BATCH
+    if work.data is not None:
+        largest = min(largest, max(len(work.data) // max(ask.devices, 1), 1))
+    sizes = [largest >> half for half in range(_TIMED_SIZES) if largest >> half]
+    return measure_throughput(work, sizes, on=ask.on, shape=ask.shape or None, progress=say).to_dict()
+
+
+def audit_accumulation(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
+    """Compare accumulated gradients with those of the big batch."""
+    say("comparing the accumulated gradient with that of the big batch")
+    return audit_workload(work, micro_batch=2, accumulation=4, shape=ask.shape or None).to_dict()
+
+
+def watch_noise(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
+    """Train for some steps and measure the critical batch."""
+    batch = ask.noise_batch or ask.effective_batch or _NOISE_BATCH
+    batch = -(-batch // ask.devices) * ask.devices
+    if work.data is not None and batch > len(work.data):
+        raise InvalidInputError(f"a step of {batch:,} samples was asked for, and data= holds {len(work.data):,}.")
+    return measure_noise(
+        work, effective_batch=batch, steps=ask.steps, on=ask.on, shape=ask.shape or None, seed=ask.seed, progress=say
+    ).to_dict()
+
+
+def train_branches(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
+    """Train short branches at several batches: how the critical batch stands to the noise scale on this task."""
+    return measure_critical_batch(
+        work,
+        batches=ask.branch_batches,
+        steps=max(ask.steps // 2, 20),
+        seeds=2,
+        on=ask.on,
+        shape=ask.shape or None,
+        progress=say,
+    ).to_dict()

@@ -1,0 +1,168 @@
+"""`tune`: fit, memory, throughput, audit, critical batch, plan: one answer, with everything it rests on.
+
+Promises:
+- a stage that fails says so in its section and does not take the rest with it;
+- after every stage the run's file is written: what was measured is kept whatever comes, Ctrl-C included;
+- `resume` goes on where a run of the same question ended.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchwright.errors import BatchwrightError, InvalidInputError
+from batchwright.noise.process_group import process_group
+from batchwright.planning.dialects.registry import FRAMEWORKS
+from batchwright.targets import load_workload
+from batchwright.tuning import stages
+from batchwright.tuning.advise_run import advise_run
+from batchwright.tuning.ask import STAGES, Ask
+from batchwright.tuning.known import Known
+from batchwright.tuning.result import Tuned
+from batchwright.tuning.run_file import is_done, new_run, read_run_file, write_run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchwright.workload import Workload
+
+_RUNS: dict[str, Callable[..., dict[str, Any]]] = {
+    "fit": stages.find_fit,
+    "estimate": stages.predict,
+    "throughput": stages.time_steps,
+    "audit": stages.audit_accumulation,
+    "noise": stages.watch_noise,
+    "branches": stages.train_branches,
+}
+# Ranks train together from here on; before, each probe makes a group of its own.
+_TRAINS = ("throughput", "audit", "noise", "branches")
+
+
+def tune(
+    work: Workload | str,
+    *,
+    on: str = "cpu",
+    memory: str | int | None = None,
+    devices: int = 1,
+    effective_batch: int | None = None,
+    limit: int | None = None,
+    shape: dict[str, Any] | None = None,
+    steps: int = 200,
+    noise_batch: int | None = None,
+    branch_batches: tuple[int, ...] = (),
+    seed: int = 0,
+    skip: tuple[str, ...] = (),
+    file: str | Path | None = None,
+    resume: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Tuned:
+    """Find the batch size of a workload: what fits, how fast it is, whether accumulation is right, how large pays.
+
+    >>> import torch
+    >>> from batchwright.workload import Workload
+    >>> workload = Workload(
+    ...     model=lambda: torch.nn.Linear(8, 1),
+    ...     batch=lambda n: torch.randn(n, 8),
+    ...     loss=lambda model, batch: (model(batch) - batch.sum(1, keepdim=True)).pow(2).mean(),
+    ...     optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
+    ... )
+    >>> found = tune(workload, limit=64, steps=40, skip=("estimate",))
+    >>> found.run["fit"]["micro_batch"], found.run["estimate"], found.finished
+    (64, {'skipped': 'skipped, as asked'}, True)
+
+    `work` is a workload or a target such as "train.py:workload". `on` is a device of this machine, or a card of the
+    catalogue, where nothing runs and only memory is answered. `noise_batch` is the effective batch to train at while
+    the critical one is measured; `branch_batches` are several to train short branches at, which tell how the critical
+    batch stands to the noise scale on this task. The run is written to `file` after every stage; with `resume` one
+    that is there is continued.
+    """
+    say = progress or (lambda _: None)
+    ask = Ask.read(
+        on=on,
+        memory=memory,
+        devices=devices,
+        effective_batch=effective_batch,
+        limit=limit,
+        shape=shape,
+        steps=steps,
+        noise_batch=noise_batch,
+        branch_batches=branch_batches,
+        seed=seed,
+        skip=skip,
+    )
+    path = None if file is None else Path(file)
+    workload = load_workload(work) if isinstance(work, str) else work
+    run = _begin(workload, work if isinstance(work, str) else None, ask, path, resume=resume)
+    known = Known(run)
+    seconds: dict[str, float] = run["workload"].setdefault("seconds", {})
+    with ExitStack() as ranks:
+        device: str | None = None
+        for number, stage in enumerate(STAGES, 1):
+            if is_done(run[stage]):
+                continue
+            why = ask.why_not(stage)
+            if why is not None:
+                run[stage] = {"skipped": why}
+                continue
+            if stage in _TRAINS and device is None:
+                device = ranks.enter_context(process_group(ask.on))
+            say(f"stage {number} of {len(STAGES)}: {stage}")
+            start = time.monotonic()
+            try:
+                run[stage] = _section(stage, work if stage == "fit" else workload, known, ask, say)
+            except KeyboardInterrupt:
+                run[stage] = {"skipped": "interrupted"}
+                raise
+            finally:
+                seconds[stage] = time.monotonic() - start
+                _keep(run, path, say)
+    advise_run(run, ask, FRAMEWORKS)
+    run["finished"] = True
+    _keep(run, path, say)
+    return Tuned(run)
+
+
+def _begin(workload: Workload, target: str | None, ask: Ask, path: Path | None, *, resume: bool) -> dict[str, Any]:
+    about = stages.describe_workload(workload, target, ask)
+    if resume:
+        if path is None or not path.exists():
+            raise InvalidInputError(
+                f"there is no run to resume at '{path}'.", remedy="--run FILE of a run that was begun"
+            )
+        run = read_run_file(path)
+        before = {name: run["workload"].get(name) for name in ask.to_dict() if name != "skip"}
+        now = {name: value for name, value in ask.to_dict().items() if name != "skip"}
+        different = [name for name in now if now[name] != before[name]]
+        if different:
+            raise InvalidInputError(
+                f"the run at '{path}' was asked something else: {', '.join(different)} differ.",
+                remedy="the same options, or another --run FILE",
+            )
+        return {**run, "finished": False}
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {**new_run(created), "workload": about}
+
+
+def _section(stage: str, work: Any, known: Known, ask: Ask, say: Callable[[str], None]) -> dict[str, Any]:
+    try:
+        return _RUNS[stage](work, known, ask, say)
+    except BatchwrightError as error:
+        say(f"{stage} failed: {error}")
+        return {"skipped": f"failed: {error}"}
+    except Exception as error:  # the user's code; the rest of the run can still be told
+        say(f"{stage} failed: {traceback.format_exc()}")
+        return {"skipped": f"failed: {type(error).__name__}: {error}"}
+
+
+def _keep(run: dict[str, Any], path: Path | None, say: Callable[[str], None]) -> None:
+    if path is None:
+        return
+    try:
+        write_run(run, path)
+    except BatchwrightError as error:
+        say(str(error))  # the answer is still told, and a later stage may find room

@@ -1,0 +1,91 @@
+"""The recommendation out of what a run has measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from batchwright.noise.best_batch import best_batch
+from batchwright.planning.dialects.registry import FRAMEWORKS
+from batchwright.tuning.advise_run import advise_run
+from batchwright.tuning.ask import Ask
+from batchwright.tuning.known import Known
+from tests.tuning.runs import CRITICAL, by_hand
+
+
+def advised(run: dict[str, Any] | None = None, **asked: Any) -> dict[str, Any]:
+    run = run or by_hand()
+    advise_run(run, Ask.read(**asked), FRAMEWORKS)
+    found: dict[str, Any] = run["recommendation"]
+    return found
+
+
+def test_the_batch_is_the_one_that_reaches_the_loss_soonest_in_whole_micro_batches() -> None:
+    found = advised()
+    times = Known(by_hand()).times
+    assert times is not None
+    best = best_batch(400.0, times, micro_batch=16)
+    assert found["best_effective_batch"] == best.value
+    assert found["effective_batch"] == found["micro_batch"] * found["accumulation"]
+    assert found["range_within_5_percent"][0] <= found["effective_batch"] <= found["range_within_5_percent"][1]
+    assert found["micro_batch"] <= 16
+    assert (found["source"], found["critical_batch_from"]) == ("measured", "noise scale")
+
+
+def test_a_batch_that_was_asked_for_is_kept_and_the_better_one_named() -> None:
+    found = advised(effective_batch=32)
+    assert found["effective_batch"] == 32
+    assert any("would reach the loss soonest" in reason for reason in found["reasons"])
+
+
+def test_branches_go_before_the_noise_scale() -> None:
+    twice = {**CRITICAL, "value": 800.0, "low": 700.0, "high": 900.0}
+    found = advised(by_hand(branches={"critical_batch": twice, "ratio": 2.0}))
+    assert found["critical_batch_from"] == "branches"
+    assert found["critical_batch"]["value"] == 800.0
+    assert found["best_effective_batch"] > advised()["best_effective_batch"]
+
+
+def test_without_a_critical_batch_nothing_is_made_up() -> None:
+    found = advised(by_hand(noise={"skipped": "as asked"}))
+    assert found["critical_batch"] is None
+    assert found["learning_rate"] is None
+    assert found["range_within_5_percent"] is None
+    assert found["source"] == "predicted"
+    assert any("the critical batch was not measured" in text for text in found["assumes"])
+
+
+def test_with_nothing_known_there_is_no_recommendation() -> None:
+    run = by_hand(fit={"skipped": "failed: no"}, throughput={"skipped": "as asked"})
+    assert "neither what fits nor" in advised(run)["skipped"]
+    assert run["plan"] == run["recommendation"]
+
+
+def test_the_learning_rate_follows_from_the_batch_that_was_trained_at() -> None:
+    rate = advised(effective_batch=64)["learning_rate"]
+    assert rate["recommended"] == pytest.approx(3e-4)
+    assert advised(effective_batch=256)["learning_rate"]["recommended"] > 3e-4
+
+
+def test_twice_the_memory_holds_more_samples_and_twice_the_devices_are_sooner() -> None:
+    memory, devices, checkpointing = advised()["changes"]
+    # 2 GiB less 256 MiB, at 32 MiB a sample.
+    assert "micro-batch 56 would fit" in memory["note"]
+    assert memory["time_ratio"] < 1
+    assert devices["time_ratio"] < 1
+    assert checkpointing["note"] == "was not traced"
+
+
+def test_the_curve_is_least_at_the_best_batch_and_has_a_band() -> None:
+    found = advised()
+    rows = found["time_to_target"]
+    least = min(rows, key=lambda row: row["ratio"])
+    assert least["effective_batch"] == found["best_effective_batch"]
+    assert all(row["low"] <= row["ratio"] <= row["high"] for row in rows)
+
+
+def test_every_dialect_is_there_to_paste() -> None:
+    found = advised()
+    assert set(found["configs"]) == set(FRAMEWORKS)
+    assert str(found["micro_batch"]) in found["configs"]["transformers"]

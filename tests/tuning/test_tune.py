@@ -1,0 +1,137 @@
+"""`tune`: stages in order, each apart, kept whatever happens, and taken up again."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console
+
+import batchwright as bw
+from batchwright.errors import InvalidInputError
+from batchwright.tuning import tune as module
+from batchwright.tuning.run_file import SECTIONS, is_done
+from batchwright.tuning.tune import tune
+from tests.tuning.runs import loss, quick
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+SHORT: dict[str, Any] = {"limit": 64, "steps": 40}
+
+
+@pytest.fixture(scope="module")
+def whole() -> Any:
+    return tune(quick(), **SHORT)
+
+
+class TestAWholeRun:
+    def test_every_section_holds_its_answer(self, whole: Any) -> None:
+        assert [name for name in SECTIONS if not is_done(whole.run[name])] == []
+        assert whole.finished
+        assert whole.run["branches"] == {"skipped": "not asked for"}
+
+    def test_sections_that_are_commands_equal_their_own_json(self, whole: Any) -> None:
+        keys = {
+            "fit": bw.fit(quick(), limit=8).to_dict(),
+            "estimate": bw.estimate(quick(), micro_batch=8).to_dict(),
+            "audit": bw.audit(quick()).to_dict(),
+            "plan": bw.plan(8, micro_batch=4).to_dict(),
+        }
+        for name, own in keys.items():
+            assert whole.run[name].keys() == own.keys(), name
+
+    def test_the_answer_is_that_of_the_recommendation(self, whole: Any) -> None:
+        assert whole.micro_batch == whole.run["recommendation"]["micro_batch"] <= 64
+        assert whole.micro_batch * whole.accumulation == whole.effective_batch
+        with pytest.raises(AttributeError):
+            whole.nothing_of_the_kind  # noqa: B018
+
+    def test_it_is_plain_json(self, whole: Any) -> None:
+        assert json.loads(json.dumps(whole.to_dict(), allow_nan=False)) == whole.to_dict()
+
+    def test_it_shows_itself(self, whole: Any) -> None:
+        assert "effective batch" in whole._repr_html_()
+        console = Console(width=120, record=True, file=io.StringIO())
+        console.print(whole)
+        assert "recommended" in console.export_text()
+
+
+def test_a_stage_that_fails_does_not_take_the_rest_with_it() -> None:
+    def breaks_after_a_while(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if len(batch) == 2:  # the audit's micro-batch
+            raise ZeroDivisionError("two")
+        return loss(model, batch)
+
+    found = tune(quick(loss=breaks_after_a_while), **SHORT, skip=("estimate",))
+    assert found.run["audit"]["skipped"] == "failed: ZeroDivisionError: two"
+    assert is_done(found.run["noise"])
+    assert is_done(found.run["recommendation"])
+
+
+def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.json"
+
+    def interrupted(*_: Any) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setitem(module._RUNS, "noise", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tune(quick(), **SHORT, file=file)
+    kept = json.loads(file.read_text())
+    assert is_done(kept["throughput"])
+    assert kept["noise"] == {"skipped": "interrupted"}
+    assert not kept["finished"]
+    found = tune(quick(), **SHORT, file=file, resume=True)
+    assert found.run["throughput"] == kept["throughput"]
+    assert found.finished
+    assert is_done(found.run["noise"])
+    assert json.loads(file.read_text()) == found.run
+
+
+def test_a_run_of_another_question_is_not_resumed(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    everything = ("fit", "estimate", "throughput", "audit", "noise")
+    tune(quick(), file=file, skip=everything)
+    with pytest.raises(InvalidInputError, match="asked something else: memory"):
+        tune(quick(), memory="1GiB", file=file, resume=True, skip=everything)
+    with pytest.raises(InvalidInputError, match="no run to resume"):
+        tune(quick(), file=tmp_path / "other.json", resume=True)
+
+
+def test_a_disk_that_is_full_is_told_and_the_answer_given(tmp_path: Path) -> None:
+    said: list[str] = []
+    found = tune(
+        quick(), **SHORT, skip=("estimate", "audit", "noise"), file=tmp_path / "no" / "x.json", progress=said.append
+    )
+    assert any("cannot be written" in line for line in said)
+    assert found.micro_batch
+
+
+def test_on_a_card_only_memory_is_answered_and_the_rest_is_said_to_be_missing() -> None:
+    found = tune(quick(), on="a100-40gb", limit=64, devices=4)
+    assert found.run["fit"]["source"] == "predicted"
+    assert "simulated" in found.run["throughput"]["skipped"]
+    assert "simulated" in found.run["noise"]["skipped"]
+    assert found.devices == 4
+    assert any("not measured" in text for text in found.assumes)
+
+
+def test_a_workload_that_raises_at_once_says_so_in_every_section() -> None:
+    def broken(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("shapes do not match")
+
+    found = tune(quick(loss=broken), **SHORT)
+    assert "shapes do not match" in found.run["noise"]["skipped"]
+    assert "skipped" in found.run["recommendation"]
+
+
+def test_a_stage_that_does_not_exist_cannot_be_skipped() -> None:
+    with pytest.raises(InvalidInputError, match="no stage 'nosie'"):
+        tune(quick(), skip=("nosie",))
