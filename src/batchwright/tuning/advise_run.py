@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import BatchwrightError, NotExpressibleError
@@ -59,9 +60,15 @@ def _critical(run: dict[str, Any], known: Known) -> tuple[CriticalBatch | None, 
     """Return the critical batch, what it rests on, and what has to be said about it."""
     branches, scale = run["branches"], known.noise_scale
     if is_done(branches):
-        ratio = branches["ratio"]
-        note = f"on this task the critical batch is {ratio:.2g} times the noise scale" if ratio else ""
-        return critical_from(branches["critical_batch"]), "branches", note
+        measured, ratio = critical_from(branches["critical_batch"]), branches["ratio"]
+        if measured.resolved or not ratio or scale is None:
+            return measured, "branches", ""
+        # Few seeds give a ratio without an interval; a noise scale that was averaged for longer has one.
+        note = (
+            f"branches say that the critical batch is {ratio:.2g} times the noise scale; the interval is the latter's"
+        )
+        scaled = replace(scale, value=scale.value * ratio, low=scale.low * ratio, high=scale.high * ratio)
+        return scaled, "branches", note
     if scale is None:
         return None, None, ""
     note = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchwright.noise.best_batch import best_batch
 from batchwright.noise.efficiency import time_to_loss
 from batchwright.planning.plan import plan
+from batchwright.tuning.recommendation import soonest
 
 if TYPE_CHECKING:
     from batchwright.planning.plan import Plan
@@ -52,8 +52,7 @@ def _twice_the_devices(known: Known, choice: Choice, devices: int) -> Change:
     times, best = known.times, choice.best
     if times is None or best is None or choice.critical is None:
         return Change("twice the devices", note="needs the critical batch and the time of a step")
-    micro = min(choice.plan.max_micro_batch, known.fastest_micro_batch or choice.plan.max_micro_batch)
-    more = best_batch(choice.critical, times, devices=2 * devices, micro_batch=micro)
+    more = soonest(choice.critical, times, 2 * devices, choice.plan.max_micro_batch)
     wanted = more.in_micro_batches or more.value
     made = plan(wanted, micro_batch=choice.plan.max_micro_batch, devices=2 * devices, times=times)
     line, other = best.step_seconds, more.step_seconds

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from batchwright.noise.best_batch_result import BestBatch
     from batchwright.noise.critical_batch import CriticalBatch
     from batchwright.planning.plan import Plan
+    from batchwright.planning.times import TimeModel
     from batchwright.tuning.known import Known
     from batchwright.tuning.other_setups import Change
 
@@ -103,9 +104,7 @@ def choose(
     best = None
     in_samples = None if critical is None else critical.in_samples()
     if in_samples is not None and times is not None:
-        best = best_batch(
-            in_samples, times, devices=devices, micro_batch=min(largest, known.fastest_micro_batch or largest)
-        )
+        best = soonest(in_samples, times, devices, largest)
     if effective_batch is not None:
         wanted = effective_batch
         reasons.append(f"an effective batch of {wanted:,} was asked for")
@@ -130,6 +129,14 @@ def choose(
     is_measured = best is not None and fits is not None
     source = "measured" if is_measured else "predicted"
     return Choice(made, best, in_samples or critical, critical_from, tuple(reasons), tuple(assumes), source)
+
+
+def soonest(critical: CriticalBatch, times: TimeModel, devices: int, largest: int) -> BestBatch:
+    """Return the best batch: one pass of each device where that holds it, else micro-batches of the largest size."""
+    in_one_pass = best_batch(critical, times, devices=devices, largest=largest * devices)
+    if in_one_pass.value < largest * devices:
+        return in_one_pass
+    return best_batch(critical, times, devices=devices, micro_batch=largest)
 
 
 def curve(choice: Choice) -> tuple[dict[str, Any], ...]:
