@@ -81,3 +81,27 @@ def test_a_small_dataset_is_not_asked_for_more_than_it_has() -> None:
     said: list[str] = []
     CardsAlike(on_card(tagger()), 20, said.append).traced(20, CARD)
     assert said == ["a100-40gb and its like: tracing micro-batch 20"]
+
+
+def test_the_largest_of_a_step_that_pads_its_batch_is_the_top_of_a_stair() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = model(nn.functional.pad(batch, (0, 0, 0, -len(batch) % 64)))
+        return out.sum()
+
+    workload = bw.Workload(
+        model=lambda: nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 8)),
+        batch=lambda n: torch.randn(n, 1024),
+        loss=loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    )
+    found = bw.estimate(workload, on="a100-40gb", memory="720MiB", find_max=True)
+    assert found.fits
+    assert found.max_micro_batch is not None
+    assert found.max_micro_batch % 64 == 0
+
+
+def test_a_step_near_the_limit_shows_the_peaks_of_the_card_itself() -> None:
+    found = bw.estimate(tagger(), on="a100-40gb", memory="700MiB", find_max=True)
+    assert found.fits
+    assert found.peak_bytes.device is not None
+    assert found.peak_bytes.device <= 700 * 2**20

@@ -36,7 +36,7 @@ def write_run(file: Path, **changes: Any) -> None:
     told = {
         "schema": 1,
         "source": "measured",
-        "name": "step",
+        "name": "workload",
         "product": "Tesla T4",
         "total_bytes": 15 << 30,
         "micro_batch": 8,
@@ -96,3 +96,29 @@ def test_a_run_is_recorded_on_a_card() -> None:
 def test_a_recorded_run_can_be_read_back(tmp_path: Path) -> None:
     run = bw.record_run(workload(), micro_batch=8, file=tmp_path / "run.json")
     assert read_run(tmp_path / "run.json") == run
+
+
+def test_what_it_took_counts_against_the_card_at_one_size_too(tmp_path: Path) -> None:
+    write_run(tmp_path / "run.json")
+    told: dict[str, Any] = {"micro_batch": 8, "on": CARD, "calibrate": tmp_path / "run.json"}
+    device = bw.estimate(workload(), **told).peak_bytes.device
+    assert device is not None
+    assert bw.estimate(workload(), **told, memory=device).fits
+    assert not bw.estimate(workload(), **told, memory=device - (3 << 20)).fits
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"name": "another.py:step"}, "was recorded of another.py:step"),
+        ({"schema": 2}, "has schema 2"),
+        ({"shape": [1]}, "no table of names"),
+        ({"peak_bytes": {"allocated": "a", "reserved": 2, "device": 3}}, "peaks that no run has"),
+        ({"peak_bytes": {"allocated": -5, "reserved": 2, "device": 3}}, "peaks that no run has"),
+        ({"peak_bytes": {"allocated": 5, "reserved": 4, "device": 3}}, "peaks that no run has"),
+    ],
+)
+def test_a_run_that_cannot_be_true_or_is_another_is_refused(tmp_path: Path, changes: Any, words: str) -> None:
+    write_run(tmp_path / "run.json", **changes)
+    with pytest.raises(InvalidInputError, match=words):
+        bw.estimate(workload(), micro_batch=8, on=CARD, calibrate=tmp_path / "run.json")

@@ -80,3 +80,35 @@ def test_the_bound_of_a_conv_net_covers_a_kernel_that_copies_where_a_transformer
 
     assert bound_over_peak(lambda: torch.nn.Conv2d(64, 64, 1), (64, 64, 64)) > 1.3
     assert bound_over_peak(lambda: torch.nn.Linear(1024, 1024), (64, 1024)) == pytest.approx(1.075, abs=0.001)
+
+
+def test_channels_last_stays_so_through_a_net_and_needs_no_copies() -> None:
+    layouts: list[bool] = []
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = torch.nn.Conv2d(16, 64, 3, padding=1), torch.nn.BatchNorm2d(64)
+            self.second = torch.nn.Conv2d(64, 64, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.second(self.norm(self.first(x)).relu())
+            layouts.append(made.is_contiguous(memory_format=torch.channels_last))
+            return made
+
+    def peak(layout: Any) -> int:
+        workload = bw.Workload(
+            model=lambda: Net().to(memory_format=layout),  # type: ignore[call-overload]
+            batch=lambda n: torch.randn(n, 16, 64, 64),
+            loss=lambda model, x: model(x.to(memory_format=layout)).mean(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        )
+        layouts.clear()
+        return bw.estimate(workload, micro_batch=64, on="a100-40gb").peak
+
+    last = peak(torch.channels_last)
+    assert all(layouts)
+    # Two outputs that are kept, two gradients of that size, and the input: nothing else of that order.
+    assert last == pytest.approx((4 * 64 + 2 * 16) * 64 * 64 * 64 * 4, rel=0.01)
+    assert last < peak(torch.contiguous_format)
+    assert not any(layouts)

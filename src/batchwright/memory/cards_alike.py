@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 # Sizes to draw lines through, two each. A line holds up to a size at which it was proven by a trace, and each proof is
 # made far ahead. Where it fails, a kernel has taken another path in between (an embedding does, from so many tokens on,
 # and again at as many as it has rows): then lines are drawn anew beyond.
-_PAIRS = ((16, 24), (64, 96), (256, 384), (1024, 1536))
+# All of them are odd: a step that pads its batch to a multiple goes up in stairs, which multiples would not show.
+_PAIRS = ((17, 25), (67, 97), (257, 389), (1031, 1543))
 _AHEAD = 4
 
 
@@ -56,8 +57,8 @@ class CardsAlike:
         while size > self._proven and self._pairs and self._pairs[0][-1] < size:
             if self._lines is None:
                 self._lines = self._drawn(*self._pairs[0])
-            ahead = min(max(size, _AHEAD * self._pairs[0][-1], _AHEAD * self._proven), self._cap)
-            if self._lines is not None and self._lines.agrees_with(ahead, self._trace(ahead).requests):
+            ahead = min(max(size, _AHEAD * self._pairs[0][-1], _AHEAD * self._proven) | 1, self._cap)
+            if self._lines is not None and self._holds(self._lines, ahead):
                 self._proven = ahead
             else:
                 self._lines = None
@@ -68,6 +69,12 @@ class CardsAlike:
         allocated, reserved = peaks_with_room(events, self._there.settings)
         # The rest of a trace, its log and its notes, is that of the smallest size on the lines.
         return replace(self._trace(self._lines.small), peaks=PeakBytes(allocated, reserved), requests=events)
+
+    def _holds(self, lines: ScaledRequests, size: int) -> bool:
+        try:
+            return lines.agrees_with(size, self._trace(size).requests)
+        except Exception:  # a batch that cannot be made so large says nothing of smaller ones
+            return False
 
     def _drawn(self, small: int, large: int) -> ScaledRequests | None:
         return ScaledRequests.through(small, self._trace(small).requests, large, self._trace(large).requests)

@@ -20,7 +20,7 @@ from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import Breakdown, break_down, parts_at_the_same_moment
 from batchwright.memory.cards_alike import CardsAlike
 from batchwright.memory.largest import largest_within
-from batchwright.memory.on_card import OnCard, card_named, read_settings, upper_on_card
+from batchwright.memory.on_card import OnCard, card_named, device_peak, read_settings, upper_on_card
 from batchwright.memory.result import PARTS, Estimate
 from batchwright.memory.tracing import Traced, check_batches, trace_workload
 from batchwright.memory.what_if import what_if_savings
@@ -97,6 +97,8 @@ def estimate(
         say("tracing the recorded run")
         there = there.calibrated(calibrate)
 
+    if snapshot is not None and not Path(snapshot).resolve().parent.is_dir():
+        raise InvalidInputError(f"there is no folder for the snapshot '{snapshot}'.")
     runs: dict[int, Traced] = {}
 
     def traced(size: int) -> Traced:
@@ -114,16 +116,22 @@ def estimate(
     cap = min(num_samples, LARGEST_MICRO_BATCH)
     with without_torchs_own_log():
         if there is not None:
-            size = there.largest(_looks(there, traced, cap, say), cap=cap) if find_max else size
+            size = _largest_on(there, traced, cap, say) if find_max else size
         elif limit is not None:
             size = _largest_for(limit, traced, cap=cap)
         run = traced(size)
+        fits = None
+        if there is not None:
+            fits = there.fits(run)
+            if not fits or device_peak(run) > there.card.total_bytes:
+                say(f"tracing micro-batch {size:,} on the card as it is")
+                near_the_limit = there.traced_as_it_is(size)
+                run, fits = near_the_limit or run, near_the_limit is not None
         found = break_down(run.log)
         # Half where a dataset has no more samples.
         other_size = 2 * size if workload.data is None or 2 * size <= num_samples else size // 2
         other = parts_at_the_same_moment(run.log, traced(other_size).log) if other_size else {}
         savings = what_if_savings(workload, size, run.log, there=there, progress=say, **told) if what_if else ()
-        fits = None if there is None else there.fits(run) or there.runs(size)
         if there is not None and snapshot is not None:
             say(f"writing the snapshot of micro-batch {size:,}")
             there.write_snapshot(size, Path(snapshot))
@@ -147,14 +155,14 @@ def estimate(
     )
 
 
-def _looks(
-    there: OnCard, traced: Callable[[int], Traced], cap: int, say: Callable[[str], None]
-) -> Callable[[int], Traced]:
-    """How the search for the largest looks at a size: most of them follow from a few traces."""
-    if there.correction is not None:
-        return traced
-    kind = CardsAlike(there, cap, say)
-    return lambda size: kind.traced(size, there.card)
+def _largest_on(there: OnCard, traced: Callable[[int], Traced], cap: int, say: Callable[[str], None]) -> int:
+    """Return the largest micro-batch on a card: most looks follow from a few traces, the answer has its own."""
+    if there.correction is None:
+        kind = CardsAlike(there, cap, say)
+        size = there.largest(lambda n: kind.traced(n, there.card), cap=cap)
+        if there.fits(traced(size)) and (size == cap or not there.fits(traced(size + 1))):
+            return size
+    return there.largest(traced, cap=cap)
 
 
 def _largest_for(limit: int, traced: Callable[[int], Traced], *, cap: int) -> int:

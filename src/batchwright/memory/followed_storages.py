@@ -59,7 +59,7 @@ class FollowedStorages:
         if block is not None:
             self._resized(block, num_bytes, operator)
             return False
-        if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
+        if not isinstance(local_part(tensor), FakeTensor) and tensor.device.type != "meta":
             self._note("some tensors are real: what they hold was counted, but was also allocated")
         self._alive[key] = self.born(num_bytes, operator, shape=tuple(tensor.shape))
         weakref.finalize(storage, self._storage_died, key)

@@ -1,7 +1,8 @@
 """A step on a simulated card: does it run there, what does it take, which size is the largest.
 
 Promises:
-- the peaks are those of a card with room to spare, as a run shows them that is far from the limit;
+- the peaks are those of a card with room to spare, as a run shows them that is far from the limit; where they are
+  larger than the card and it runs all the same, those of the run on the card itself;
 - whether it fits is asked of the card itself, out-of-memory path and all: near the limit its allocator gives back what
   it has cached, and a step may run whose peak on a larger card would not fit.
 """
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.catalogue.gpus import Card, Context, find_card
+from batchwright.catalogue.gpus import Card, Context, context_of, find_card
 from batchwright.device.device import present_devices
 from batchwright.device.peak_bytes import PeakBytes
 from batchwright.errors import InvalidInputError, NothingFitsError
@@ -84,7 +85,27 @@ class OnCard:
 
     def traced(self, micro_batch: int) -> Traced:
         """Trace it with room to spare."""
-        found = trace_workload(self.workload, micro_batch, card=self.roomy(), **self.told)
+        return self._corrected(trace_workload(self.workload, micro_batch, card=self.roomy(), **self.told))
+
+    def as_it_is(self, history: History | None = None) -> SimulatedCard:
+        """Return the card with the memory it has, less what a real run took beyond its prediction."""
+        taken = 0
+        if self.correction is not None:
+            context = context_of(self.card).typical_bytes
+            taken = max(self.correction.reserved, 0) + (self.correction.context or context) - context
+        card = replace(self.card, total_bytes=max(self.card.total_bytes - taken, 0))
+        return SimulatedCard(card, self.settings, history=history)
+
+    def traced_as_it_is(self, micro_batch: int) -> Traced | None:
+        """Trace it on the card as it is; None where that runs out of memory. A step may catch that and go on."""
+        try:
+            found = trace_workload(self.workload, micro_batch, card=self.as_it_is(), **self.told)
+        except torch.OutOfMemoryError:
+            return None
+        note = "near the limit: these are the peaks on the card itself, whose allocator gives back what it has cached"
+        return self._corrected(replace(found, notes=(*found.notes, note)))
+
+    def _corrected(self, found: Traced) -> Traced:
         if self.correction is None:
             return found
         assert found.peaks is not None
@@ -100,6 +121,16 @@ class OnCard:
                 f"'{file}' was recorded on {run.product}, and {self.card.name} is asked about.",
                 remedy="a run on the same card: context and libraries differ from card to card",
             )
+        if self.told.get("devices", 1) != 1:
+            raise InvalidInputError(
+                f"a run is recorded on one card, and one of {self.told['devices']} was asked about.",
+                remedy="--calibrate without --devices",
+            )
+        if run.name.rpartition("/")[2] != self.workload.name.rpartition("/")[2]:  # folders differ between machines
+            raise InvalidInputError(
+                f"'{file}' was recorded of {run.name}, and {self.workload.name} is asked about.",
+                remedy="a run of the same workload: what it took beyond its prediction is taken for this one's",
+            )
         told = {**self.told, "shape": run.shape, "accumulation": run.accumulation, "clip_norm": run.clip_norm}
         predicted = trace_workload(self.workload, run.micro_batch, card=self.roomy(), **told)
         assert predicted.peaks is not None
@@ -111,7 +142,7 @@ class OnCard:
         A run that ends out of memory is written as well: that is when one wants to look.
         """
         history = History()
-        card = SimulatedCard(self.card, self.settings, history=history)
+        card = self.as_it_is(history)
         with suppress(torch.OutOfMemoryError):
             trace_workload(self.workload, micro_batch, card=card, **self.told)
         write_snapshot(file, history, card.allocator)
@@ -123,14 +154,6 @@ class OnCard:
         beyond = 0 if self.correction is None else max(self.correction.reserved, 0)
         capacity = max(self.card.total_bytes - traced.context.typical_bytes - beyond, 0)
         return goes_through(traced.requests, capacity, self.settings, self.card.total_bytes)
-
-    def runs(self, micro_batch: int) -> bool:
-        """Whether it runs on the card as it is, traced there: a step that catches out-of-memory may go on by itself."""
-        try:
-            trace_workload(self.workload, micro_batch, card=SimulatedCard(self.card, self.settings), **self.told)
-        except torch.OutOfMemoryError:
-            return False
-        return True
 
     def largest(self, traced: Callable[[int], Traced], *, cap: int, to_the_last: bool = True) -> int:
         """Return the largest micro-batch that runs; or, in fewer looks, the largest whose peak has room to spare."""

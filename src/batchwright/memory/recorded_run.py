@@ -92,20 +92,35 @@ def read_run(file: str | Path) -> RecordedRun:
     try:
         told = json.loads(Path(file).read_text(encoding="utf-8"))
         schema = told.pop("schema")
+        if schema != _SCHEMA:
+            raise InvalidInputError(f"'{file}' has schema {shortened(schema)}; this version reads {_SCHEMA}.")
         told.pop("source", None)
         run = RecordedRun(**{**told, "peak_bytes": PeakBytes(**told["peak_bytes"])})
+    except InvalidInputError:
+        raise
     except OSError as error:
         raise InvalidInputError(f"'{file}' cannot be read: {error.strerror}.") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidInputError(
             f"'{file}' is no recorded run: {error}.", remedy="bw.record_run(workload, micro_batch=..., file=...)"
         ) from None
-    if schema != _SCHEMA:
-        raise InvalidInputError(f"'{file}' has schema {shortened(schema)}; this version reads {_SCHEMA}.")
     whole_number(run.micro_batch, "micro-batch")
-    if run.peak_bytes.allocated is None or run.peak_bytes.reserved is None:
-        raise InvalidInputError(f"'{file}' does not say what was allocated and reserved.")
+    whole_number(run.accumulation, "accumulation")
+    if not isinstance(run.shape, dict):
+        raise InvalidInputError(f"'{file}' has a shape that is no table of names: {shortened(run.shape)}.")
+    _check_peaks(run.peak_bytes, file)
     return run
+
+
+def _check_peaks(peaks: PeakBytes, file: str | Path) -> None:
+    if peaks.allocated is None or peaks.reserved is None:
+        raise InvalidInputError(f"'{file}' does not say what was allocated and reserved.")
+    told = [peak for peak in (peaks.allocated, peaks.reserved, peaks.device) if peak is not None]
+    if not all(type(peak) is int and peak > 0 for peak in told) or told != sorted(told):
+        raise InvalidInputError(
+            f"'{file}' has peaks that no run has: allocated {shortened(peaks.allocated)}, reserved "
+            f"{shortened(peaks.reserved)}, device {shortened(peaks.device)}; each in bytes, none below the one before."
+        )
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from batchwright.memory.refusals import shapes_from
 from batchwright.memory.routing import Routing
 from batchwright.memory.running_modules import RunningModules
 from batchwright.simulated.backend import card_device
+from batchwright.simulated.convolution_layout import LAYOUT_RULES
 from batchwright.simulated.sharded_lists import on_shards
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ class Trace(TorchDispatchMode):
         if outputs is None:
             outputs = self.routing.answer(func, args)
         if outputs is None and not (self.card is not None and _changes_a_list(func)):
-            rule = SHAPE_RULES.get(func, func) if self.card is None else func
+            rule = (SHAPE_RULES if self.card is None else LAYOUT_RULES).get(func, func)
             outputs = shapes_from(rule, func, args, kwargs)
         operator = str(func).removesuffix(".default")
         if operator.startswith(_UNSEEN_INSIDE):

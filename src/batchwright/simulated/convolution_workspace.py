@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from batchwright.simulated.convolution_layout import is_channels_last
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -27,8 +29,11 @@ def convolution_workspace(
     card: Card, kind: str, read: torch.Tensor, weight: torch.Tensor, made: torch.Tensor, settings: Sequence[Any]
 ) -> int:
     """Return the bytes cuDNN holds while one convolution runs: `forward`, or the gradient of `data` or `weight`."""
+    if is_channels_last(read, weight):
+        # The kernel reads it as it is; of two that differ, one is copied.
+        return sum(_in_nhwc(tensor) for tensor in (read, weight) if not is_channels_last(tensor))
     is_product = weight.shape[2:].numel() == 1  # of matrices: there is no neighbourhood to gather
-    if is_product or settings[-1] > 1 or _is_channels_last(read):
+    if is_product or settings[-1] > 1:
         return 0
     if not _runs_on_tensor_cores(card, read.dtype):
         return _in_winograds_form(read, weight, made, settings)
@@ -45,6 +50,8 @@ def largest_convolution_workspace(
 ) -> int:
     """Return the most that cuDNN is likely to hold for one convolution, whichever kernel it chooses."""
     groups = settings[-1]
+    if is_channels_last(read, weight):
+        return convolution_workspace(card, "weight", read, weight, made, settings)
     if groups == read.shape[1] and groups > 1:
         return 0  # depthwise
     copies = sum(_in_nhwc(tensor) for tensor in (read, made, weight))
@@ -57,10 +64,6 @@ def _runs_on_tensor_cores(card: Card, dtype: torch.dtype) -> bool:
     if dtype is torch.float32:
         return card.capability >= _WITH_TF32 and torch.backends.cudnn.allow_tf32
     return card.capability >= _WITH_TENSOR_CORES and dtype in (torch.float16, torch.bfloat16)
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def _in_winograds_form(read: torch.Tensor, weight: torch.Tensor, made: torch.Tensor, settings: Sequence[Any]) -> int:
