@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 STEP = ("accumulation", "clip_norm", "steps")
+COVERAGE = {"A": 0.6, "B": 0.4}
 BARS = {"allocated": (0.015, 0.05), "reserved": (0.03, 0.08), "device": (0.03, 0.08)}
 
 
@@ -197,11 +198,36 @@ def main() -> int:
     for source in dict.fromkeys(case.source for case in judged):
         summary(source, [case for case in judged if case.source == source], found)
     peers(judged, found)
-    if not options.only:
-        print("\nLeft out:")
-        for (tier, reason), number in sorted(Counter((c.tier, c.excluded) for c in every if c.excluded).items()):
-            print(f"- {number} of tier {tier}: {reason}")
-    return 0 if kept else 1
+    failed = [case.id for case in judged if "failed" in found.get(case.id, {"failed": 1})]
+    if failed:
+        print(f"\nFailed, and so a miss: {', '.join(failed)}")
+    covered = True
+    if not options.only and not options.calibration:
+        left_out(every)
+        covered = is_covered(every)
+    return 0 if kept and covered and not failed else 1
+
+
+def left_out(every: list[Case]) -> None:
+    """Print every case that is left out, by its reason."""
+    print("\nLeft out:")
+    by_reason: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for case in every:
+        if case.excluded:
+            by_reason[case.tier, case.excluded].append(case.id)
+    for (tier, reason), names in sorted(by_reason.items()):
+        print(f"- {len(names)} of tier {tier}: {reason}: {', '.join(names)}")
+
+
+def is_covered(every: list[Case]) -> bool:
+    """Say how many of each tier are counted, and whether that is enough."""
+    shares = {}
+    for tier in COVERAGE:
+        there = [case for case in every if case.tier == tier]
+        counted = sum(case.excluded is None for case in there)
+        shares[tier] = counted / len(there)
+        print(f"\nTier {tier}: {counted} of {len(there)} counted, {shares[tier]:.0%} (at least {COVERAGE[tier]:.0%}).")
+    return all(shares[tier] >= least for tier, least in COVERAGE.items())
 
 
 if __name__ == "__main__":
