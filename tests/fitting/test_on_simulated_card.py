@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import batchwright as bw
@@ -173,3 +174,31 @@ def test_a_model_under_activation_checkpointing_is_fitted() -> None:
     workload = make_linear(model=Checkpointed, batch=lambda n: torch.randn(n, 512), loss=mean_square)
     found = bw.fit(workload, on=CARD, memory=room(100), start=2048)
     assert found.micro_batch is not None
+
+
+def test_one_of_several_ranks_holds_its_shard_and_fits_more() -> None:
+    def sharded(model: Any) -> nn.Module:
+        whole: nn.Module = fully_shard(model)
+        return whole
+
+    workload = bw.Workload(
+        model=lambda: nn.Linear(4096, 4096),
+        batch=lambda n: torch.randn(n, 4096),
+        loss=lambda model, x: model(x).mean(),
+        optimizer=lambda params: torch.optim.AdamW(params),
+        wrap=sharded,
+    )
+    told: dict[str, Any] = {"on": "t4-16gb", "memory": "900MiB", "limit": 2**16}
+    alone, one_of_four = bw.fit(workload, **told), bw.fit(workload, **told, devices=4)
+    assert alone.micro_batch is not None
+    assert one_of_four.micro_batch is not None
+    assert one_of_four.micro_batch > alone.micro_batch
+    assert one_of_four.ranks == 4
+
+
+def test_settings_of_the_allocator_count() -> None:
+    found = bw.fit(make_linear(), on="t4-16gb", limit=8, allocator="expandable_segments:True")
+    assert found.micro_batch == 8
+    for told in ({"allocator": "expandable_segments:True"}, {"devices": 2}):
+        with pytest.raises(InvalidInputError, match="simulated card"):
+            bw.fit(make_linear(), limit=8, **told)

@@ -11,6 +11,9 @@ from bitsandbytes.nn import modules as bitsandbytes
 from torch import nn
 
 import batchwright as bw
+from batchwright.catalogue.gpus import find_card
+from batchwright.memory.tracing import trace_workload
+from batchwright.simulated.simulated_card import SimulatedCard
 
 WIDTH, LAYERS = 1024, 4
 WEIGHTS = LAYERS * WIDTH * WIDTH
@@ -95,3 +98,147 @@ def test_layers_that_train_in_16_bits_are_traced_as_they_are() -> None:
     training = bitsandbytes.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=True)
     assert quantized_parts(training) == []
     assert quantized_parts(nn.Linear(WIDTH, WIDTH)) == []
+
+
+def rises(build: Any, make: Any, *, card: str = "a100-40gb", needs_input_grad: bool = False) -> tuple[int, int, int]:
+    """Return by how much a layer's forward and backward rise over what was live, and the bytes that it holds itself."""
+    found: list[tuple[int, int, int]] = []
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if needs_input_grad:
+            x.requires_grad_()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = model[0](x)  # type: ignore[index]
+        forward = torch.cuda.max_memory_allocated() - before
+        given = torch.empty_like(out)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        if out.requires_grad:
+            leaves = [x] if needs_input_grad else [model[0].bias]  # type: ignore[index]
+            torch.autograd.grad(out, leaves, given)
+        backward = torch.cuda.max_memory_allocated() - before
+        held = sum(t.numel() * t.element_size() for t in model[0].state_dict().values())  # type: ignore[index]
+        found.append((forward, backward, held))
+        value: torch.Tensor = model[1](out.new_zeros(1, 1, dtype=torch.float32)).sum()  # type: ignore[index]
+        return value
+
+    workload = bw.Workload(
+        model=lambda: nn.Sequential(build(), nn.Linear(1, 1)),
+        batch=make,
+        loss=loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    )
+    trace_workload(workload, 8, card=SimulatedCard(find_card(card)))
+    return found[0]
+
+
+def linear(
+    *,
+    bias: bool = False,
+    blocksize: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    computed: torch.dtype = torch.bfloat16,
+    width: int = WIDTH,
+) -> Any:
+    def build() -> nn.Module:
+        layer: Any = bitsandbytes.Linear4bit(width, WIDTH, bias=bias, compute_dtype=computed)  # type: ignore[no-untyped-call]
+        layer.to(dtype)
+        layer.weight.blocksize = blocksize
+        made: nn.Module = layer
+        return made
+
+    return build
+
+
+def rows_of(number: int) -> Any:
+    return lambda n: torch.randn(n, number // n, WIDTH, dtype=torch.bfloat16)
+
+
+WHOLE = WIDTH * WIDTH * 2
+
+
+def test_backward_makes_no_weight_where_the_input_needs_no_gradient() -> None:
+    _, backward, _ = rises(linear(bias=True), rows_of(64))
+    assert backward < WHOLE // 8
+    _, backward, _ = rises(linear(bias=True), rows_of(64), needs_input_grad=True)
+    assert backward > WHOLE
+
+
+class FirstRows(nn.Module):
+    """A layer that is given the first rows only."""
+
+    def __init__(self, layer: nn.Module, rows: int) -> None:
+        super().__init__()
+        self.layer, self.rows = layer, rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x[: self.rows])
+        return out
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype", "card", "is_whole"),
+    [
+        (4, WIDTH, torch.bfloat16, "a100-40gb", False),
+        (5, WIDTH, torch.bfloat16, "a100-40gb", True),
+        (4, WIDTH - 32, torch.bfloat16, "a100-40gb", True),  # no whole number of blocks
+        (4, WIDTH, torch.float32, "a100-40gb", False),
+        (4, WIDTH, torch.float32, "mi300x-192gb", True),
+        (2, WIDTH, torch.float32, "mi300x-192gb", False),
+    ],
+)
+def test_few_rows_are_multiplied_without_the_whole_weight(
+    rows: int, width: int, dtype: torch.dtype, card: str, is_whole: bool
+) -> None:
+    forward, _, _ = rises(
+        lambda: FirstRows(linear(width=width, dtype=dtype, computed=dtype)(), rows),
+        lambda n: torch.randn(n, width, dtype=dtype),
+        card=card,
+    )
+    assert (forward >= width * WIDTH * dtype.itemsize) == is_whole
+
+
+def test_backward_holds_the_weight_in_both_types_where_they_differ() -> None:
+    _, same, _ = rises(linear(), rows_of(64), needs_input_grad=True)
+    _, other, _ = rises(linear(dtype=torch.float32), rows_of(64), needs_input_grad=True)
+    assert WHOLE < same < 1.2 * WHOLE
+    assert 3 * WHOLE <= other < 3.2 * WHOLE
+
+
+@pytest.mark.parametrize("blocksize", [32, 64, 256])
+def test_blocks_are_as_large_as_the_weight_says(blocksize: int) -> None:
+    _, _, held = rises(linear(blocksize=blocksize), rows_of(64))
+    blocks = WIDTH * WIDTH // blocksize
+    assert held == WIDTH * WIDTH // 2 + blocks + blocks // 256 * 4 + 16 * 4 + 256 * 4
+
+
+TOKENS, ROWS = 8 * 512, 2000
+
+
+def tokens(n: int) -> torch.Tensor:
+    return torch.randint(0, ROWS, (n, 512))
+
+
+def embedding(kind: str, width: int = 256, dtype: torch.dtype | None = None) -> Any:
+    return lambda: getattr(bitsandbytes, kind)(ROWS, width, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["Embedding4bit", "EmbeddingNF4", "EmbeddingFP4"])
+def test_an_embedding_in_4_bits_unpacks_the_rows_that_are_asked_for(kind: str) -> None:
+    forward, _, held = rises(embedding(kind), tokens)
+    assert held == ROWS * 256 // 2 + ROWS * 4 * 4 + 16 * 4
+    assert forward == TOKENS * (256 // 2 + 4 * 4 + 256 * 4)
+
+
+def test_an_embedding_whose_rows_are_no_whole_blocks_is_unpacked_entirely() -> None:
+    forward, _, held = rises(embedding("Embedding4bit", width=96), tokens)
+    assert held == ROWS * 96 // 2 + ROWS * 96 // 64 * 4 + 16 * 4
+    assert forward == pytest.approx((ROWS + TOKENS) * 96 * 4, abs=2**10)
+
+
+@pytest.mark.parametrize(("dtype", "bytes_after"), [(torch.float32, 0), (torch.float16, 2)])
+def test_an_embedding_in_8_bits_is_scaled_in_float32(dtype: torch.dtype, bytes_after: int) -> None:
+    forward, _, held = rises(embedding("Embedding8bit", dtype=dtype), tokens)
+    assert held == ROWS * 256 + ROWS * 4
+    assert forward == pytest.approx(TOKENS * (256 * (1 + 4 + bytes_after) + 4), rel=0.01)

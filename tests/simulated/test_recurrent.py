@@ -95,3 +95,59 @@ def test_a_whole_step_of_a_packed_batch_runs() -> None:
     trace_workload(workload, BATCH, card=card)
     assert card.peak_bytes.allocated is not None
     assert card.peak_bytes.allocated > 5 * output_bytes()
+
+
+INPUT_BYTES = BATCH * LENGTH * INPUT * 4
+
+
+def peaks_of_a_call(*, batch_first: bool, frozen: bool = False) -> tuple[int, int, torch.Size, tuple[int, ...]]:
+    """Return by how much forward and backward of an LSTM rise over what was live before, and how its output lies."""
+    found: list[Any] = []
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x if batch_first else x.transpose(0, 1).contiguous()
+        model.requires_grad_(not frozen)
+        state = x.new_zeros(1, BATCH, HIDDEN)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        # A leaf in front keeps backward going where the weights are frozen.
+        out = model(x.requires_grad_(frozen), (state, state))[0]
+        forward = torch.cuda.max_memory_allocated() - before
+        given = torch.empty_like(out)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        leaves = [x] if frozen else list(model.parameters())
+        torch.autograd.grad(out, leaves, given)
+        found.append((forward, torch.cuda.max_memory_allocated() - before, out.shape, out.stride()))
+        return nn.functional.linear(x, x.new_zeros(1, INPUT).requires_grad_()).sum()
+
+    workload = bw.Workload(
+        model=lambda: nn.LSTM(INPUT, HIDDEN, batch_first=batch_first),
+        batch=lambda n: torch.randn(n, LENGTH, INPUT),
+        loss=loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    )
+    trace_workload(workload, BATCH, card=SimulatedCard(find_card("a100-40gb")))
+    first: tuple[int, int, torch.Size, tuple[int, ...]] = found[0]
+    return first
+
+
+def test_batch_first_copies_its_input_in_forward_and_in_backward() -> None:
+    forward, backward, shape, strides = peaks_of_a_call(batch_first=True)
+    plain_forward, plain_backward, _, _ = peaks_of_a_call(batch_first=False)
+    assert forward - plain_forward == INPUT_BYTES
+    assert backward - plain_backward == INPUT_BYTES
+    assert shape == (BATCH, LENGTH, HIDDEN)
+    assert strides == (HIDDEN, BATCH * HIDDEN, 1)
+
+
+def test_the_gradient_of_the_input_is_made_though_nobody_asks() -> None:
+    _, backward, _, _ = peaks_of_a_call(batch_first=False)
+    weights = sum(p.numel() for p in nn.LSTM(INPUT, HIDDEN).parameters()) * 4
+    states = 4 * BATCH * HIDDEN * 4  # two that nobody gave, and the gradients of both
+    assert backward == INPUT_BYTES + weights + states
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    _, backward, _, _ = peaks_of_a_call(batch_first=False, frozen=True)
+    assert backward == INPUT_BYTES + 4 * BATCH * HIDDEN * 4

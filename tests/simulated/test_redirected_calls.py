@@ -176,6 +176,76 @@ class TestWaysToTheCard:
         assert in_a_step(draw) == [True]
 
 
+class TestAModuleThatIsMoved:
+    @pytest.mark.parametrize(
+        "move", [lambda m: m.cuda(), lambda m: m.to("cuda"), lambda m: m.to(torch.device("cuda", 0))]
+    )
+    def test_the_workloads_own_model_is_there_already(self, move: Callable[[nn.Module], nn.Module]) -> None:
+        moved = traced(make_linear(loss=lambda model, batch: mean_square(move(model), batch.to("cuda"))), steps=2)
+        assert moved.peaks == traced(make_linear(), steps=2).peaks
+
+    def test_one_of_the_host_takes_its_bytes_of_the_card_and_gives_them_back(self) -> None:
+        def move(_: nn.Module, __: torch.Tensor) -> list[int]:
+            model, before = nn.Linear(64, 128, bias=False), torch.cuda.memory_allocated()
+            taken = []
+            for there in (model.cpu, model.cuda, model.cuda, model.half, model.cpu):
+                there()
+                taken.append(torch.cuda.memory_allocated() - before)
+            return taken
+
+        assert in_a_step(move) == [[0, 32 * KIB, 32 * KIB, 16 * KIB, 0]]
+
+    def test_it_keeps_its_parameters_and_their_gradients(self) -> None:
+        def move(_: nn.Module, __: torch.Tensor) -> tuple[Any, ...]:
+            model = nn.Linear(8, 4)
+            weight = model.weight
+            model(torch.ones(2, 8)).sum().backward()
+            model.to("cuda", torch.float64)
+            assert weight.grad is not None
+            return (
+                weight is model.weight,
+                weight.is_leaf,
+                is_on_card(weight),
+                is_on_card(weight.grad),
+                weight.grad.dtype,
+            )
+
+        assert in_a_step(move) == [(True, True, True, True, torch.float64)]
+
+
+class TestOldNamesOfTypes:
+    def test_lead_to_the_card_and_back(self) -> None:
+        def cast(_: nn.Module, batch: torch.Tensor) -> tuple[Any, ...]:
+            made = torch.ones(3).type("torch.cuda.HalfTensor")
+            back = made.type("torch.LongTensor")
+            return (
+                is_on_card(made),
+                made.dtype,
+                made.type(),
+                is_on_card(back),
+                back.type(),
+                batch.type(torch.float64).dtype,
+            )
+
+        found = (True, torch.float16, "torch.cuda.HalfTensor", False, "torch.LongTensor", torch.float64)
+        assert in_a_step(cast) == [found]
+
+    def test_are_types_of_what_lies_there(self) -> None:
+        def ask(_: nn.Module, batch: torch.Tensor) -> tuple[Any, ...]:
+            kind: Any = vars(torch.cuda)["FloatTensor"]
+            made = kind(3, 2)
+            valued = kind([1.0, 2.0])
+            return (
+                isinstance(batch, kind),
+                isinstance(batch.cpu(), kind),
+                made.shape,
+                is_on_card(made),
+                is_on_card(valued),
+            )
+
+        assert in_a_step(ask) == [(True, False, (3, 2), True, True)]
+
+
 class TestInsideBackward:
     def test_a_function_of_the_users_own_is_led_there_too(self) -> None:
         found = []

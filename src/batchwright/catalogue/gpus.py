@@ -79,6 +79,15 @@ def all_cards() -> tuple[Card, ...]:
     return tuple(_cards().values())
 
 
+def names_a_card(on: str) -> bool:
+    """Whether this is neither the CPU nor a device of this machine.
+
+    >>> names_a_card("a100-40gb"), names_a_card("cuda:1"), names_a_card("cpu")
+    (True, False, False)
+    """
+    return on.partition(":")[0] not in ("cpu", "cuda", "mps", "xpu")
+
+
 def find_card(name: str) -> Card:
     """Return the card of this name.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from batchwright.catalogue.gpus import names_a_card
 from batchwright.cli.options import Amount, Count, json_option, print_json
 from batchwright.cli.then_job import check_job, run_jobs
 from batchwright.errors import InvalidInputError
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
 @click.option("--margin", default="0%", show_default=True, help="Memory to keep free: 5% or 0.05.")
 @click.option("--evaluate", is_flag=True, help="Also find the size for evaluation.")
 @click.option("--accumulate-to", type=Count(), metavar="EFFECTIVE", help="Also plan this effective batch.")
-@click.option("--devices", type=Count(), help="Data-parallel ranks, for --accumulate-to.")
+@click.option("--devices", type=Count(), help="Data-parallel ranks: for --accumulate-to, and on a card to be one of.")
+@click.option("--allocator", metavar="SETTINGS", help="On a card: as in PYTORCH_ALLOC_CONF.")
 @click.option("--accumulation", type=Count(), help="Micro-batches per optimizer step.  [default: 1]")
 @click.option("--clip-norm", type=float, help="Clip the gradient norm, as the step would.")
 @click.option("--then", metavar="CMD", help="Run a job at the answer, for each shape: {micro_batch} is filled in.")
@@ -66,8 +68,11 @@ def command(target: str, as_json: bool, **options: Any) -> int:
     margin = parse_margin(options["margin"])
     if options["then"] is not None:
         check_job(options["then"], ["micro_batch", *shapes])
-    if options["devices"] is not None and options["accumulate_to"] is None:
+    is_card = names_a_card(options["on"])
+    if options["devices"] is not None and options["accumulate_to"] is None and not is_card:
         raise InvalidInputError("--devices changes nothing without --accumulate-to.", remedy="--accumulate-to 256")
+    if options["allocator"] is not None and not is_card:
+        raise InvalidInputError("--allocator is for a simulated card.", remedy="--on a100-40gb")
     check_question(shapes, options)
     find_target(target)
     # Under torchrun every rank comes to the same answer; one of them tells it.
@@ -111,6 +116,7 @@ def _find(target: str, shapes: dict[str, list[int]], margin: float, options: dic
             evaluate=options["evaluate"],
             accumulation=2 if accumulates else options["accumulation"] or 1,
             clip_norm=options["clip_norm"],
+            **_card_options(options),
             cache=not options["no_cache"],
             progress=say,
         )
@@ -121,6 +127,13 @@ def _find(target: str, shapes: dict[str, list[int]], margin: float, options: dic
         return found
     note = "probes accumulated 2 micro-batches per optimizer step, so that gradients are there during forward"
     return _planned(found, options["accumulate_to"], options["devices"], note if accumulates else "")
+
+
+def _card_options(options: dict[str, Any]) -> dict[str, Any]:
+    """What is asked of a simulated card only."""
+    if not names_a_card(options["on"]):
+        return {}
+    return {"allocator": options["allocator"], "devices": options["devices"] or 1}
 
 
 def _planned(found: Fit, effective_batch: int, devices: int | None, note: str) -> Fit:

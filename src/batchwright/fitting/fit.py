@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchwright.catalogue.gpus import names_a_card
 from batchwright.errors import InvalidInputError
 from batchwright.fitting.budget import Budget, open_budget
 from batchwright.fitting.fit_shapes import LARGEST_MICRO_BATCH, fit_shapes
@@ -27,7 +28,7 @@ from batchwright.fitting.ranks import AcrossRanks, Ranks
 from batchwright.fitting.recalled import AnswerBook
 from batchwright.fitting.shapes import every_shape
 from batchwright.fitting.work import Work, read_work
-from batchwright.memory.on_card import card_named, names_a_card
+from batchwright.memory.on_card import card_named, read_settings
 from batchwright.memory.tracing import check_batches
 from batchwright.units import whole_number
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from batchwright.catalogue.gpus import Card
     from batchwright.fitting.result import Fit
     from batchwright.fitting.work import Step
+    from batchwright.simulated.allocator_settings import AllocatorSettings
     from batchwright.workload import Workload
 
 
@@ -55,6 +57,8 @@ def fit(
     evaluate: bool = False,
     accumulation: int = 1,
     clip_norm: float | None = None,
+    devices: int = 1,
+    allocator: str | None = None,
     isolate: bool | None = None,
     state: Iterable[Any] = (),
     cache: bool = True,
@@ -72,7 +76,9 @@ def fit(
 
     `work` is a workload, a plain `step(n)`, or a target such as "train.py:workload", whose probes run in processes of
     their own. `on` may be a card of the catalogue, such as "a100-40gb": the steps are then traced on a simulated one.
-    `memory` is a budget such as "16GiB" (default: what is free), `limit` the largest size of interest.
+    There `devices` makes it one of so many ranks, with the workload's own `wrap`, and `allocator` has settings as
+    PYTORCH_ALLOC_CONF does. `memory` is a budget such as "16GiB" (default: what is free), `limit` the largest size of
+    interest.
     `shapes` are arguments of the workload's batch; a list of values gives a table. With `start` or `scale` the search
     grows an estimate by half, up to `limit`. `evaluate` finds the size for evaluation too. `isolate=True` runs the
     probes of a picklable workload in processes of their own. `state` lists what a plain step changes. An
@@ -90,6 +96,11 @@ def fit(
     )
     whole_number(accumulation, "accumulation")
     card = card_named(on, memory=memory) if names_a_card(on) else None
+    if card is None and (devices != 1 or allocator is not None):
+        raise InvalidInputError(
+            "devices= and allocator= are for a simulated card; ranks of this machine are torchrun's.",
+            remedy='on="a100-40gb", or torchrun --nproc-per-node 2 -m batchwright fit',
+        )
     if asked.step is not None and card is not None:
         raise InvalidInputError("a plain step cannot be traced on a simulated card; hand in a Workload.")
     if asked.step is not None:
@@ -113,7 +124,9 @@ def fit(
         job, notes = replace(job, order=longest.order), (longest.note,) if longest.note else ()
     if card is not None:
         ask = Ask(asked, asked.workload, question, job, evaluate, memory, margin, False, notes, say)
-        return _on_card(ask, card)
+        # Without a wrap that spreads it, a rank holds what one device does.
+        ranks = whole_number(devices, "devices") if asked.workload.wrap is not None else 1
+        return _on_card(ask, card, devices=ranks, settings=read_settings(allocator))
     fit_part = _in_children if Ranks.are_here() or (asked.target is not None if isolate is None else isolate) else _here
     return fit_part(Ask(asked, asked.workload, question, job, evaluate, memory, margin, cache, notes, say))
 
@@ -154,7 +167,7 @@ class Ask:
         return replace(found, evaluation=run(replace(job, only_evaluate=True)))
 
 
-def _on_card(ask: Ask, card: Card) -> Fit:
+def _on_card(ask: Ask, card: Card, *, devices: int, settings: AllocatorSettings) -> Fit:
     """Trace the probes on a simulated card."""
     budget = budget_on(card, ask.margin)
     data = ask.workload.data
@@ -163,10 +176,11 @@ def _on_card(ask: Ask, card: Card) -> Fit:
     question = replace(ask.question, limit=most)
 
     def run(job: Job) -> Fit:
-        prober = OnSimulatedCard(ask.part(job), card, accumulation=job.accumulation, clip_norm=job.clip_norm)
+        told = {"accumulation": job.accumulation, "clip_norm": job.clip_norm, "devices": devices}
+        prober = OnSimulatedCard(ask.part(job), card, settings, **told)
         found = fit_shapes(question, prober, budget, name=ask.work.name, traceable=None, say=ask.say)
-        rows = tuple(replace(row, source="predicted") for row in found.shapes)
-        return replace(found, source="predicted", shapes=rows)
+        rows = tuple(replace(row, source="predicted", ranks=devices) for row in found.shapes)
+        return replace(found, source="predicted", shapes=rows, ranks=devices)
 
     return ask.answer(run, ask.job)
 

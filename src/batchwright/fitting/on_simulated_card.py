@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from batchwright.catalogue.gpus import Card
     from batchwright.device.outcome import Outcome
+    from batchwright.simulated.allocator_settings import AllocatorSettings
     from batchwright.workload import Workload
 
 
@@ -33,9 +34,10 @@ class OnSimulatedCard:
 
     where = "on a simulated card: traced, not run"
 
-    def __init__(self, workload: Workload, card: Card, **told: Any) -> None:
+    def __init__(self, workload: Workload, card: Card, settings: AllocatorSettings | None = None, **told: Any) -> None:
         self._workload = workload
         self._card = card
+        self._settings = settings
         self._told = told
 
     @property
@@ -45,7 +47,7 @@ class OnSimulatedCard:
 
     def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
         """Trace full steps on the card."""
-        card = SimulatedCard(self._card)
+        card = SimulatedCard(self._card, self._settings)
 
         def run() -> tuple[float, ...]:
             with without_torchs_own_log():

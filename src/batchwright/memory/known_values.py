@@ -1,7 +1,8 @@
 """Values of tiny tensors, kept beside their fake twins, so that counters and flags can be read while tracing.
 
 A fake tensor has no values, yet optimizers read their step counters and models the few numbers they made
-themselves. Whatever is computed from constants alone stays known here, up to a few kilobytes.
+themselves. Whatever is computed from constants alone stays known here, up to a few kilobytes; lengths of sequences up
+to 64.
 
 Promises:
 - only what follows from constants is known; data and random numbers never are, unless a constant outweighs them;
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LARGEST_KNOWN_BYTES = 4096
+# Whole numbers in a row on the host: the lengths of the sequences of a batch, which decide how much a packed one holds.
+_LARGEST_ROW_BYTES = 2**16
 
 _aten = torch.ops.aten
 _UNKNOWABLE = {
@@ -50,7 +53,7 @@ class KnownValues:
 
     def learn(self, fake: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:
         """Take note of what a tiny tensor holds; `make` makes it, contiguous as the fake one is."""
-        if _num_bytes(fake) <= LARGEST_KNOWN_BYTES:
+        if _is_small(fake):
             with unset_fake_temporarily(), torch.no_grad():
                 self._twins[fake.untyped_storage()._cdata] = make().contiguous()
 
@@ -83,7 +86,7 @@ class KnownValues:
         for fake in fakes:
             # A literal, such as torch.tensor(0.0). Copied: the fake mode goes on to change its own.
             constant = fake.constant if isinstance(fake, FakeTensor) else None
-            if constant is not None and not written and _num_bytes(fake) <= LARGEST_KNOWN_BYTES:
+            if constant is not None and not written and _is_small(fake):
                 with unset_fake_temporarily():
                     self._twins[fake.untyped_storage()._cdata] = constant.clone()
         if func is _DRAW and fakes[0].dim() == 0:
@@ -91,7 +94,7 @@ class KnownValues:
             self.learn(fakes[0], lambda: torch.full((), 1 - 2**-24, dtype=fakes[0].dtype))
             self.was_drawn = True
             return
-        if func in _UNKNOWABLE or _is_random(func) or any(_num_bytes(t) > LARGEST_KNOWN_BYTES for t in fakes):
+        if func in _UNKNOWABLE or _is_random(func) or not all(map(_is_small, fakes)):
             self._invalidate(written)
             return
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -130,7 +133,7 @@ class KnownValues:
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if not isinstance(tensor, FakeTensor):
-            return tensor if _num_bytes(tensor) <= LARGEST_KNOWN_BYTES and tensor.device.type != "meta" else None
+            return tensor if _is_small(tensor) and tensor.device.type != "meta" else None
         twin = self._twins.get(tensor.untyped_storage()._cdata)
         if twin is None:
             return None
@@ -154,8 +157,9 @@ class KnownValues:
             self.forget(tensor.untyped_storage()._cdata)
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _is_small(tensor: torch.Tensor) -> bool:
+    is_row = tensor.dtype is torch.int64 and tensor.dim() == 1 and tensor.device.type == "cpu"
+    return tensor.numel() * tensor.element_size() <= (_LARGEST_ROW_BYTES if is_row else LARGEST_KNOWN_BYTES)
 
 
 def _is_random(func: Callable[..., Any]) -> bool:

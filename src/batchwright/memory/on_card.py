@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.catalogue.gpus import Card, Context, context_of, find_card
+from batchwright.catalogue.gpus import Card, Context, context_of, find_card, names_a_card
 from batchwright.device.device import present_devices
 from batchwright.device.peak_bytes import PeakBytes
 from batchwright.errors import InvalidInputError, NothingFitsError
@@ -38,12 +38,6 @@ if TYPE_CHECKING:
 # The smallest that covers torchtune's reserved figures in the calibration third of benchmarks/memory_gpu.py, where
 # predictions were 6.8 % low. docs/limits.md says how often it falls short.
 _UPPER = 1.075
-_MACHINES_OWN = ("cuda", "mps", "xpu")
-
-
-def names_a_card(on: str) -> bool:
-    """Whether this is neither the CPU nor a device of this machine."""
-    return on.partition(":")[0] not in ("cpu", *_MACHINES_OWN)
 
 
 def card_named(on: str, *, memory: str | int | None = None) -> Card | None:
@@ -54,7 +48,7 @@ def card_named(on: str, *, memory: str | int | None = None) -> Card | None:
     """
     if on == "cpu":
         return None
-    if on.partition(":")[0] in _MACHINES_OWN:
+    if not names_a_card(on):
         raise InvalidInputError(
             f"{on} is a device of this machine, and an estimate runs nothing on it.",
             remedy="--on with the name of a card, such as a100-40gb; batchwright fit --on cuda runs the step for real",

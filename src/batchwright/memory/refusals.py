@@ -71,8 +71,13 @@ def shapes_from(rule: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> 
         # in shapes is "not implemented".
         if func.namespace in _NAMESPACES_OF_TORCH and not isinstance(error, NotImplementedError):
             raise
-        told = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise NotFollowedError(str(func), f"its shape rule is missing or fails ({told})") from error
+        raise NotFollowedError(str(func), f"its shape rule is missing or fails ({_first_sentence(error)})") from error
+
+
+def _first_sentence(error: Exception) -> str:
+    """What failed; torch goes on, in the same line, with the list of all its backends."""
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line.split(". ")[0].removesuffix(".")
 
 
 def place_in_torch(error: AssertionError) -> str | None:

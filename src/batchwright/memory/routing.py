@@ -89,7 +89,9 @@ class Routing:
 
     def _notice_range(self, func: Callable[..., Any], args: Sequence[Any], outputs: Any) -> None:
         position = _CHOOSES[func]
-        dim = args[position + 1] if len(args) > position + 1 else -1
+        at = 2 if func is _aten.topk.default else 1
+        # Of argmax without a dimension the range is that of all elements.
+        dim = args[at] if len(args) > at else None if func is _aten.argmax.default else -1
         if dim is not None:
             indices = outputs if isinstance(outputs, torch.Tensor) else outputs[position]
             self._ranges[_key(indices)] = args[0].shape[dim]

@@ -9,7 +9,7 @@ Promises:
 from __future__ import annotations
 
 import traceback
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,12 @@ from batchwright.memory.fake_model import build_skeleton, fake_copy
 from batchwright.memory.outside_tensors import users_line
 from batchwright.memory.refusals import TORCHS_OWN, NotFollowedError, place_in_torch, values_stay_inside
 from batchwright.memory.trace import Trace
+from batchwright.simulated.compiled_as_eager import compiled_as_eager
 from batchwright.simulated.redirected_calls import RedirectedCalls
 from batchwright.simulated.simulated_ranks import simulated_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import nn
 
@@ -99,7 +100,8 @@ def _trace_on(
     wrapped: list[nn.Module] = []
     if trace.card is not None and workload.wrap is not None:
         # Before anything is counted: what is sharded is never whole on a card where it was built on meta.
-        with mode, RedirectedCalls(device):
+        eager = compiled_as_eager(trace.notes.setdefault)
+        with values_stay_inside(), mode, RedirectedCalls(device), eager, _explaining("wrap"):
             wrapped.append(workload.wrap(fake_copy(skeleton, mode, device)))
 
     def build(_: Workload, __: torch.device) -> nn.Module:
@@ -121,25 +123,19 @@ def _trace_on(
         stack.enter_context(trace)
         if trace.card is not None:
             stack.enter_context(RedirectedCalls(device))
-        try:
-            run_probe(
-                watched,
-                micro_batch,
-                device=device,
-                shape=shape,
-                steps=steps,
-                accumulation=accumulation,
-                clip_norm=clip_norm,
-                observer=trace,
-                build=build,
-            )
-        except (*TORCHS_OWN, NotFollowedError) as error:
-            raise _explained(error) from error
-        except AssertionError as error:
-            place = place_in_torch(error)
-            if place is None:
-                raise
-            raise _explained(error, place, "torch's fake tensors do not know it") from error
+            stack.enter_context(compiled_as_eager(trace.notes.setdefault))
+        stack.enter_context(_explaining("the step"))
+        run_probe(
+            watched,
+            micro_batch,
+            device=device,
+            shape=shape,
+            steps=steps,
+            accumulation=accumulation,
+            clip_norm=clip_norm,
+            observer=trace,
+            build=build,
+        )
     if trace.values.was_drawn:
         notes.append("single random numbers were taken as 1, so that layerdrop skips no layer")
     if trace.routing.was_assumed:
@@ -157,7 +153,26 @@ def check_batches(workload: Workload, shape: Mapping[str, Any]) -> None:
             make_batch(workload, size, shape, torch.device("cpu"))
 
 
-def _explained(error: Exception, operator: str = "", reason: str = "") -> CannotTraceError:
+@contextmanager
+def _explaining(what: str) -> Iterator[None]:
+    """Turn what torch raises where values or rules are missing into what the user reads, with the user's line."""
+    try:
+        yield
+    except CannotTraceError as error:
+        line = users_line(traceback.extract_tb(error.__traceback__))
+        if error.details or not line:
+            raise
+        raise CannotTraceError(error.problem, details=[f"at {line}"], remedy=error.remedy) from error
+    except (*TORCHS_OWN, NotFollowedError) as error:
+        raise _explained(error, what=what) from error
+    except AssertionError as error:
+        place = place_in_torch(error)
+        if place is None:
+            raise
+        raise _explained(error, place, "torch's fake tensors do not know it", what=what) from error
+
+
+def _explained(error: Exception, operator: str = "", reason: str = "", *, what: str) -> CannotTraceError:
     operator = operator or str(getattr(error, "func", error)).splitlines()[0]
     reason = reason or getattr(error, "reason", "torch knows no shape rule for it")
     if isinstance(error, DataDependentOutputException):
@@ -166,7 +181,7 @@ def _explained(error: Exception, operator: str = "", reason: str = "") -> Cannot
         reason = "the size of its result depends on values, and a traced tensor has none"
     line = users_line(traceback.extract_tb(error.__traceback__))
     return CannotTraceError(
-        f"the step cannot be traced: operator {operator}: {reason}.",
+        f"{what} cannot be traced: operator {operator}: {reason}.",
         details=[f"at {line}"] if line else [],
         remedy="batchwright fit runs the step instead; or keep that line out of the step that is traced",
     )

@@ -53,6 +53,12 @@ class _Module:
     def manual_seed_all(self, seed: int) -> None:
         pass
 
+    def __getattr__(self, name: str) -> Any:
+        """In a backward pass, where tensors name their true device, torch asks here for what it asks torch.cuda."""
+        if not _Switch.is_on or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(torch.cuda, name)
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 
@@ -99,7 +105,8 @@ def switched_on() -> Iterator[torch.device]:
 
 def is_on_card(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies on the simulated card; `tensor.device` says cuda there, and a fake storage is on meta."""
-    device: torch.device | None = getattr(tensor, "fake_device", None)
+    shard = getattr(tensor, "_local_tensor", tensor)  # of a tensor that is spread over ranks, this one's part
+    device: torch.device | None = getattr(shard, "fake_device", None)
     return device is not None and device.type == NAME
 
 

@@ -116,6 +116,7 @@ class CachingAllocator:
         self._check_handed_out(block)
         block.allocated = False
         self.stats.allocated.subtract(block.size)
+        self.stats.num_allocations.subtract(1)
         if self._listener is not None:
             self._listener("free_requested", block.address, block.requested_size, block.stream)
         if block.used_on is None:
@@ -213,6 +214,7 @@ class CachingAllocator:
         block.requested_size = size
         self._active[block.address] = block
         stats.allocated.add(block.size)
+        stats.num_allocations.add(1)
         stats.active.add(block.size)
         stats.requested.add(size)
         if self._listener is not None:

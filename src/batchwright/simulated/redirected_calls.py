@@ -3,6 +3,7 @@
 Promises:
 - `device="cuda"`, `.cuda()`, `.to("cuda")`, `.to(0)` and `torch.device("cuda")` as a context lead to the target;
 - a tensor on the card says of itself what one on a GPU says: `is_cuda`, `device` is `cuda:0`;
+- `.type("torch.cuda.FloatTensor")` leads there too (old_types.py);
 - `torch.tensor(..., device="cuda")`, which escapes fake tensors, is made on the host and moved.
 """
 
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from batchwright.simulated.backend import NAME, is_on_card, refuse_other_cards
 from batchwright.simulated.held_back import raising_what_was_taken
+from batchwright.simulated.old_types import typed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +55,8 @@ class RedirectedCalls(TorchFunctionMode):
             where = args[1] if len(args) > 1 else kwargs.get("device")
             self._led(torch.device("cuda", where) if type(where) is int else where)
             return args[0].to(self.target)
+        if func is torch.Tensor.type:
+            return typed(self.target, *args, **kwargs)
         if func is torch.Tensor.new_tensor and is_on_card(args[0]):
             made = torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype))
             return made.to(self._led(kwargs.get("device", self.target))).requires_grad_(

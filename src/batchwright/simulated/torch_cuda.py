@@ -17,11 +17,15 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
 
-from batchwright.catalogue.gpus import context_of
 from batchwright.errors import CannotTraceError
 from batchwright.simulated.autocast import forget_casts
 from batchwright.simulated.backend import NAME
+from batchwright.simulated.library_answers import library_answers
+from batchwright.simulated.memory_answers import memory_answers
+from batchwright.simulated.moved_modules import modules_move_in_place
+from batchwright.simulated.old_types import old_types
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +37,11 @@ _FIRST_WITH_BFLOAT16 = (8, 0)
 _DOES_NOTHING = (
     *("synchronize", "set_device", "manual_seed", "manual_seed_all", "seed", "seed_all", "init", "_lazy_init"),
     *("ipc_collect", "set_stream", "set_rng_state", "set_per_process_memory_fraction"),
+    *("set_rng_state_all", "set_sync_debug_mode", "_sleep", "_record_memory_history"),
 )
+# Of the generation's best known card; others of it differ. Kernels choose tiles by it, no bytes here follow from it.
+_L2_MIB = {(7, 0): 6, (7, 5): 4, (8, 0): 40, (8, 6): 6, (8, 9): 72, (9, 0): 50, (10, 0): 126, (12, 0): 96}
+_L2_OTHERWISE_MIB = 50
 _SEEN_AS = torch.device("cuda", 0)
 
 
@@ -46,6 +54,8 @@ class _InOrder:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "record_event":
+            return lambda event=None: _InOrder() if event is None else event
         return lambda *_, **__: True if name == "query" else 0.0 if name == "elapsed_time" else None
 
     def __enter__(self) -> _InOrder:
@@ -77,7 +87,6 @@ class _Graph:
 
 def answers(card: Card, allocator: CachingAllocator) -> dict[str, Any]:
     """Return what each name of `torch.cuda` stands for."""
-    stats = allocator.stats
     major, minor = card.capability
     properties = SimpleNamespace(
         name=card.product,
@@ -85,6 +94,11 @@ def answers(card: Card, allocator: CachingAllocator) -> dict[str, Any]:
         major=major,
         minor=minor,
         multi_processor_count=card.num_sms,
+        warp_size=32,
+        L2_cache_size=_L2_MIB.get((major, minor), _L2_OTHERWISE_MIB) << 20,
+        regs_per_multiprocessor=65536,
+        is_integrated=0,
+        is_multi_gpu_board=0,
         gcnArchName="",
     )
     return {
@@ -100,15 +114,13 @@ def answers(card: Card, allocator: CachingAllocator) -> dict[str, Any]:
         "get_device_capability": lambda device=None: (major, minor),
         "get_device_properties": lambda device=None: properties,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "mem_get_info": lambda device=None: (_free(card, allocator), card.total_bytes),
-        "memory_allocated": lambda device=None: stats.allocated.current,
-        "max_memory_allocated": lambda device=None: stats.allocated.peak,
-        "memory_reserved": lambda device=None: stats.reserved.current,
-        "max_memory_reserved": lambda device=None: stats.reserved.peak,
-        "memory_stats": lambda device=None: _memory_stats(allocator),
-        "memory_summary": lambda device=None, abbreviated=False: _summary(card, allocator),
-        "reset_peak_memory_stats": lambda device=None: allocator.reset_peaks(),
-        "empty_cache": allocator.empty_cache,
+        "get_rng_state_all": lambda: [torch.get_rng_state()],
+        "initial_seed": torch.initial_seed,
+        "get_arch_list": lambda: [f"sm_{major}{minor}"],
+        "get_sync_debug_mode": lambda: 0,
+        "is_current_stream_capturing": lambda: False,
+        "can_device_access_peer": lambda device, peer_device: False,
+        **memory_answers(card, allocator),
         "Stream": _InOrder,
         "Event": _InOrder,
         "stream": _InOrder,
@@ -125,8 +137,10 @@ def answers(card: Card, allocator: CachingAllocator) -> dict[str, Any]:
 def answering_for(card: Card, allocator: CachingAllocator) -> Iterator[None]:
     """Have torch answer for a card, and take it all back in the end."""
     with ExitStack() as stack:
-        for name, answer in answers(card, allocator).items():
-            for place in (torch.cuda, torch.cuda.memory):
+        told = answers(card, allocator)
+        stack.enter_context(library_answers(told))
+        for name, answer in told.items():
+            for place in (torch.cuda, torch.cuda.memory, torch.cuda.random):
                 if hasattr(place, name):
                     stack.enter_context(patch.object(place, name, answer))
         for name in ("mark", "range", "range_pop", "range_push"):
@@ -145,12 +159,15 @@ def answering_for(card: Card, allocator: CachingAllocator) -> Iterator[None]:
             types = [*module._foreach_supported_types, FakeTensor]
             stack.enter_context(patch.object(module, "_foreach_supported_types", types))
         true_device: Any = vars(FakeTensor)["device"]
-        stack.enter_context(patch.object(FakeTensor, "device", property(_seen_device(true_device.fget))))
+        stack.enter_context(patch.object(FakeTensor, "device", property(seen_device(true_device.fget))))
+        stack.enter_context(modules_move_in_place())
+        stack.enter_context(old_types())
+        stack.enter_context(patch.object(torch.nn.DataParallel, "forward", _on_the_one_card))
         stack.callback(forget_casts)
         yield
 
 
-def _seen_device(true_device: Any) -> Callable[[Any], torch.device]:
+def seen_device(true_device: Any) -> Callable[[Any], torch.device]:
     """Have a tensor say of its device: cuda to a step, the truth to torch's own work on fake tensors."""
 
     def seen(tensor: Any) -> torch.device:
@@ -178,23 +195,10 @@ def _clear_both(clear: Callable[[], None]) -> Callable[[], None]:
     return clear_both
 
 
-def _free(card: Card, allocator: CachingAllocator) -> int:
-    """What nobody has taken; of a card with room to spare, no more than there is."""
-    left = card.total_bytes - context_of(card).typical_bytes - allocator.stats.reserved.current
-    return max(min(allocator.free_on_card, left), 0)
-
-
-def _summary(card: Card, allocator: CachingAllocator) -> str:
-    told = "\n".join(f"{name}: {num_bytes:,}" for name, num_bytes in _memory_stats(allocator).items())
-    return f"{card.product}, simulated\n{told}"
-
-
-def _memory_stats(allocator: CachingAllocator) -> dict[str, int]:
-    found = {"num_alloc_retries": allocator.stats.num_alloc_retries, "num_ooms": allocator.stats.num_ooms}
-    for name in ("allocated", "reserved", "active", "requested"):
-        counter = getattr(allocator.stats, name)
-        found[f"{name}_bytes.all.current"], found[f"{name}_bytes.all.peak"] = counter.current, counter.peak
-    return found
+def _on_the_one_card(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """DataParallel scatters over the cards there are: over one it only moves what is not there yet."""
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("cuda"), (args, kwargs))
+    return self.module(*args, **kwargs)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

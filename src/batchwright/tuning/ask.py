@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from batchwright.catalogue.gpus import names_a_card
 from batchwright.errors import InvalidInputError
-from batchwright.memory.on_card import names_a_card
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:

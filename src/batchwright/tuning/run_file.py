@@ -62,12 +62,15 @@ def read_run_file(file: str | Path) -> dict[str, Any]:
             f"no run at '{path}'.", remedy="batchwright tune TARGET writes one; --run FILE says where"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"the run at '{path}' cannot be read: {error}.") from None
+        raise InvalidInputError(
+            f"the run at '{path}' cannot be read: {error}.", remedy="the file that tune wrote"
+        ) from None
     try:
         run = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        place = f" from line {error.lineno} on" if isinstance(error, json.JSONDecodeError) else ""
         raise InvalidInputError(
-            f"the run at '{path}' is damaged: it is no JSON from line {error.lineno} on ({error.msg}).",
+            f"the run at '{path}' is damaged: it is no JSON{place} ({error}).",
             remedy="batchwright tune TARGET --run FILE, which writes it anew",
         ) from None
     if not isinstance(run, dict) or run.get("kind") != KIND:
@@ -80,5 +83,8 @@ def read_run_file(file: str | Path) -> dict[str, Any]:
         )
     missing = [name for name in SECTIONS if not isinstance(run.get(name), dict)]
     if missing:
-        raise InvalidInputError(f"the run at '{path}' is damaged: it has no {', '.join(missing)}.")
+        raise InvalidInputError(
+            f"the run at '{path}' is damaged: it has no {', '.join(missing)}.",
+            remedy="batchwright tune TARGET --run FILE, which writes it anew",
+        )
     return {"branches": {"skipped": "not reached"}, **run}

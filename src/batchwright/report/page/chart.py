@@ -1,0 +1,216 @@
+"""One drawing: a frame with axes, and what is put into it.
+
+Promises:
+- text inside is as large as text outside: a chart is drawn for two widths, not stretched from one;
+- a label is put where nothing else is written and inside the drawing, or it is left out;
+- colours come from the page's style, so that a drawing follows light, dark and print.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from batchwright.report.page.markup import Html, element, html, joined
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from batchwright.report.page.scale import Scale
+
+WIDE, NARROW = 712, 320
+# A little more than the widest of usual fonts take at 12 pixels, digits and small letters mixed.
+_LETTER, _BOLD_LETTER, _LINE = 7.2, 8.4, 15.0
+
+Point = tuple[float, float]
+
+
+class Box(NamedTuple):
+    """A place that something is written in."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def meets(self, other: Box) -> bool:
+        """Whether two places share a spot."""
+        return (
+            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        )
+
+
+class Chart:
+    """A frame of the given size; the scales say where in it the axes run."""
+
+    def __init__(self, width: float, height: float, *, label: str) -> None:
+        self.width, self.height, self.label = width, height, label
+        self.pieces: list[Html] = []
+        self.taken: list[Box] = []
+
+    def x_axis(
+        self, scale: Scale, ticks: Iterable[float], write: Callable[[float], str], title: str, *, y: float
+    ) -> None:
+        """Draw the lower axis at height `y`, with its title below."""
+        self.line([(scale.start, y), (scale.end, y)], "axis")
+        last = -1e9
+        for tick in ticks:
+            x, text = scale(tick), write(tick)
+            half = text_width(text) / 2
+            if x - half < max(last + 6, -2) or x + half > self.width + 2:
+                continue
+            last = x + half
+            self.line([(x, y), (x, y + 4)], "axis")
+            self.text((x, y + 18), text, "tick", "middle")
+        self.text((scale.end, y + 36), title, "title", "end")
+
+    def y_axis(
+        self,
+        scale: Scale,
+        ticks: Iterable[float],
+        write: Callable[[float], str],
+        title: str,
+        *,
+        across: Scale,
+        above: float = 14,
+    ) -> None:
+        """Draw lines across with their values at the left, and the title above them, where it reads without turning."""
+        for tick in ticks:
+            y = scale(tick)
+            self.line([(across.start, y), (across.end, y)], "grid")
+            self.text((across.start - 8, y + 4), write(tick), "tick", "end")
+        self.text((0, scale.end - above), title, "title", "start")
+
+    def line(self, points: Sequence[Point], style: str) -> None:
+        """Draw a line through points."""
+        places = " ".join(f"{x:g},{y:g}" for x, y in points)
+        self.pieces.append(Html(f'<polyline class="{html(style)}" points="{places}"/>'))
+
+    def area(self, points: Sequence[Point], style: str) -> None:
+        """Fill what the points surround."""
+        places = " ".join(f"{x:g},{y:g}" for x, y in points)
+        self.pieces.append(Html(f'<polygon class="{html(style)}" points="{places}"/>'))
+
+    def bar(self, left: float, top: float, right: float, bottom: float, style: str, told: str = "") -> None:
+        """Fill a rectangle; `told` is said where the pointer rests on it."""
+        size = f'x="{left:g}" y="{top:g}" width="{max(right - left, 0):g}" height="{max(bottom - top, 0):g}"'
+        title = element("title", told) if told else ""
+        self.pieces.append(Html(f'<rect class="{html(style)}" {size}>{title}</rect>'))
+
+    def dot(self, at: Point, style: str, told: str = "", radius: float = 4) -> None:
+        """Draw a point."""
+        title = element("title", told) if told else ""
+        self.pieces.append(
+            Html(f'<circle class="{html(style)}" cx="{at[0]:g}" cy="{at[1]:g}" r="{radius:g}">{title}</circle>')
+        )
+        self.taken.append(Box(at[0] - radius, at[1] - radius, at[0] + radius, at[1] + radius))
+
+    def cross(self, at: Point, style: str, told: str = "") -> None:
+        """Draw a cross."""
+        x, y = at
+        title = element("title", told) if told else ""
+        path = f"M{x - 4.5:g},{y - 4.5:g}l9,9m0,-9l-9,9"
+        self.pieces.append(Html(f'<path class="{html(style)}" d="{path}">{title}</path>'))
+        self.taken.append(Box(x - 5, y - 5, x + 5, y + 5))
+
+    def text(self, at: Point, text: str, style: str, anchor: str) -> None:
+        """Write text that starts, ends or is centred at a place."""
+        self.taken.append(_box(at, text, anchor, style))
+        self.pieces.append(
+            Html(f'<text class="{html(style)}" x="{at[0]:g}" y="{at[1]:g}" text-anchor="{anchor}">{html(text)}</text>')
+        )
+
+    def beside(self, at: Point, text: str, style: str = "note", *, first: str = "above") -> None:
+        """Write a label near a place, on the first side where nothing is in its way."""
+        x, y = at
+        sides = {
+            "above": ((x, y - 11), "middle"),
+            "right": ((x + 11, y + 4), "start"),
+            "left": ((x - 11, y + 4), "end"),
+            "below": ((x, y + 21), "middle"),
+            "above left": ((x - 4, y - 11), "end"),
+            "above right": ((x + 4, y - 11), "start"),
+            "below left": ((x - 4, y + 21), "end"),
+            "below right": ((x + 4, y + 21), "start"),
+        }
+        for side in sorted(sides, key=lambda name: name != first):
+            place, anchor = sides[side]
+            box = _box(place, text, anchor, style)
+            inside = box.left >= 0 and box.right <= self.width and box.top >= 0 and box.bottom <= self.height
+            if inside and not any(box.meets(other) for other in self.taken):
+                self.text(place, text, style, anchor)
+                return
+        self._further_off(at, text, style)
+
+    def _further_off(self, at: Point, text: str, style: str) -> None:
+        """Write a label that has no room near its place further off, with a line that leads to it."""
+        x, y = at
+        half = text_width(text, style) / 2
+        within = min(max(x, half), self.width - half)
+        places = (
+            ((within, y + 44), "middle", (x, y + 9), (x, y + 33)),
+            ((x - 26, y - 22), "end", (x - 7, y - 7), (x - 23, y - 23)),
+            ((within, y - 34), "middle", (x, y - 9), (x, y - 30)),
+            ((x - 26, y - 40), "end", (x - 6, y - 8), (x - 23, y - 40)),
+            ((within, y + 62), "middle", (x, y + 9), (x, y + 51)),
+            ((within, y + 80), "middle", (x, y + 9), (x, y + 69)),
+        )
+        for place, anchor, first, last in places:
+            box = _box(place, text, anchor, style)
+            inside = box.left >= 0 and box.right <= self.width and box.top >= 0 and box.bottom <= self.height
+            if inside and not any(box.meets(other) for other in self.taken):
+                self.line([first, last], "leader")
+                self.text(place, text, style, anchor)
+                return
+
+    def keep_free(self, points: Sequence[Point]) -> None:
+        """Keep labels off a line that was drawn."""
+        for (x0, y0), (x1, y1) in pairwise(points):
+            pieces = max(int(abs(x1 - x0) // 8), 1)
+            for number in range(pieces):
+                left, right = (x0 + (x1 - x0) * part / pieces for part in (number, number + 1))
+                ends = sorted(y0 + (y1 - y0) * part / pieces for part in (number, number + 1))
+                self.taken.append(Box(min(left, right), ends[0] - 2, max(left, right), ends[1] + 2))
+
+    def to_svg(self) -> Html:
+        """Return the drawing."""
+        size = f'viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}" height="{self.height:g}"'
+        return Html(f'<svg {size} role="img" aria-label="{html(self.label)}">{joined(self.pieces)}</svg>')
+
+
+def text_width(text: str, style: str = "") -> float:
+    """Return about how wide a text is, in pixels; characters of East Asia take two places."""
+    letter = _BOLD_LETTER if "strong" in style else _LETTER
+    return sum(letter if ord(each) < 0x2E80 else 2 * letter for each in text)
+
+
+def at_both_widths(draw: Callable[[float], Chart]) -> Html:
+    """Return a chart drawn for a desk and for a phone; the style shows one of them."""
+    return joined(
+        element("div", draw(width).to_svg(), class_=f"chart {name}")
+        for name, width in (("wide", WIDE), ("narrow", NARROW))
+    )
+
+
+def legend(*entries: tuple[str, str]) -> Html:
+    """Return what lines and points mean: a style and words each."""
+    items = (element("li", _sample(style), words) for style, words in entries)
+    return element("ul", *items, class_="legend")
+
+
+def _sample(style: str) -> Html:
+    kind = style.split()[0]
+    drawn = {
+        "band": f'<rect class="{style}" y="1" width="22" height="10"/>',
+        "range": f'<rect class="{style}" x="0.5" y="1" width="21" height="10"/>',
+        "point": f'<circle class="{style}" cx="6" cy="6" r="5"/>',
+        "cross": f'<path class="{style}" d="M1.5,1.5l9,9m0,-9l-9,9"/>',
+    }.get(kind, f'<polyline class="{style}" points="0,6 22,6"/>')
+    width = 12 if kind in ("point", "cross") else 22
+    return Html(f'<svg width="{width}" height="12" aria-hidden="true">{drawn}</svg>')
+
+
+def _box(at: Point, text: str, anchor: str, style: str) -> Box:
+    wide = text_width(text, style)
+    left = at[0] - {"start": 0.0, "middle": wide / 2, "end": wide}[anchor]
+    return Box(left, at[1] - 12, left + wide, at[1] - 12 + _LINE)

@@ -1,0 +1,145 @@
+"""Pieces of HTML that every section is made of.
+
+Promises:
+- whatever comes from a run is escaped here: callers hand in plain text, or `Html` that was made by this package.
+"""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from typing import TYPE_CHECKING
+
+from batchwright.report.page.figures import UNKNOWN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+MARKS = {
+    "measured": "it ran, and was measured",
+    "predicted": "traced or modelled before running",
+    "formula": "arithmetic, from the other numbers or a published rule",
+    "given": "as it was set",
+}
+
+
+class Html(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def html(text: str) -> Html:
+    """Return text as HTML, escaped unless it is HTML already.
+
+    >>> html("<b>"), html(Html("<b>"))
+    ('&lt;b&gt;', '<b>')
+    """
+    return text if isinstance(text, Html) else Html(escape("".join(filter(_is_printable, text))))
+
+
+def joined(pieces: Iterable[str], between: str = "") -> Html:
+    """Return pieces one after the other, those that are no HTML escaped.
+
+    >>> joined(["a < b", Html("<i>c</i>")], " ")
+    'a &lt; b <i>c</i>'
+    """
+    return Html(html(between).join(html(piece) for piece in pieces))
+
+
+def element(tag: str, *content: str, **attributes: str | None) -> Html:
+    """Return an element; `class_` and `aria_label` are written as HTML has them, None is left out.
+
+    >>> element("p", "a < b", class_="lead")
+    '<p class="lead">a &lt; b</p>'
+    """
+    names = {name: name.rstrip("_").replace("_", "-") for name in attributes}
+    written = "".join(f' {names[name]}="{html(value)}"' for name, value in attributes.items() if value is not None)
+    return Html(f"<{tag}{written}>{joined(content)}</{tag}>")
+
+
+def breakable(text: str) -> Html:
+    """Return a long name that may break where a person would break it.
+
+    >>> breakable("train.py:<w>")
+    'train.<wbr>py:<wbr>&lt;w&gt;'
+    """
+    return Html(re.sub(r"([/:._-])(?=\w|&)", r"\1<wbr>", html(text)))
+
+
+def mark(source: str) -> Html:
+    """Return the mark of where a number comes from; nothing where nobody knows.
+
+    >>> mark("measured")
+    '<span class="mark measured">measured</span>'
+    """
+    return element("span", source, class_=f"mark {source}") if source in MARKS else Html("")
+
+
+def figure_with(value: str, source: str, beside: str = "") -> Html:
+    """Return a number with its interval, if it has one, and its mark, which stay on one line."""
+    interval = joined([" ", element("span", beside, class_="interval")]) if beside else Html("")
+    return element("span", element("b", value), interval, " ", mark(source), class_="figure")
+
+
+def table(
+    columns: Sequence[tuple[str, Sequence[str]]], *, label: str, words: int = 1, style: str = "", stacks: bool = False
+) -> Html:
+    """Return a table of headed columns, the first `words` of them text and the others numerals.
+
+    One that `stacks` has a line per cell on a phone, its heading before it; others scroll.
+    """
+    sides = ["w" if number < words else "n" for number in range(len(columns))]
+    head = joined(element("th", name, scope="col", class_=side) for side, (name, _) in zip(sides, columns, strict=True))
+    rows = [
+        element(
+            "tr",
+            *(
+                element("td", cell, class_=_style(side, cell), data_name=_plain(name) if stacks and number else None)
+                for number, (side, cell, (name, _)) in enumerate(zip(sides, cells, columns, strict=True))
+            ),
+        )
+        for cells in zip(*(cells for _, cells in columns), strict=True)
+    ]
+    classes = " ".join(name for name in (style, "stacks" if stacks else "") if name) or None
+    whole = element("table", element("thead", element("tr", head)), element("tbody", *rows), class_=classes)
+    # What scrolls must be reachable by keyboard.
+    return element("div", whole, class_="scroll", tabindex="0", role="region", aria_label=label)
+
+
+def _style(side: str, cell: str) -> str:
+    return f"{side} unknown" if cell == UNKNOWN else side
+
+
+def _plain(heading: str) -> Html:
+    """Return a heading without its elements, a mark in brackets."""
+    with_marks = re.sub(r'<span class="mark[^>]*>(\w+)</span>', r"(\1)", html(heading))
+    return Html(re.sub(r"<[^>]*>", "", with_marks))
+
+
+def section(name: str, heading: str, *content: str) -> Html:
+    """Return a section of the page under its heading."""
+    return element(
+        "section", element("h2", heading, id=f"{name}-heading"), *content, id=name, aria_labelledby=f"{name}-heading"
+    )
+
+
+def missing(reason: str) -> Html:
+    """Say that something is not in the run, and why.
+
+    >>> missing("the card is simulated")
+    '<p class="missing">Not in this run: the card is simulated.</p>'
+    """
+    return element("p", f"Not in this run: {reason.rstrip('.')}.", class_="missing")
+
+
+def remarks(lines: Sequence[str]) -> Html:
+    """Return remarks as a list, or nothing."""
+    return element("ul", *(element("li", line) for line in lines), class_="remarks") if lines else Html("")
+
+
+def _is_printable(letter: str) -> bool:
+    # Control characters and halves of pairs have no place in HTML, not even escaped; JSON can hold both.
+    return (
+        (letter >= " " or letter in "\n\t") and not 0x7F <= ord(letter) <= 0x9F and not 0xD800 <= ord(letter) <= 0xDFFF
+    )

@@ -1,0 +1,119 @@
+"""`batchwright report` as a person types it, the wrong files too."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner
+
+from batchwright.cli.report import command
+from batchwright.errors import BatchwrightError, InvalidInputError
+
+if TYPE_CHECKING:
+    from click.testing import Result
+
+SAMPLE = Path(__file__).parents[1] / "report" / "sample_run.json"
+
+
+def report(*args: str | Path) -> Result:
+    return CliRunner().invoke(command, [str(arg) for arg in args], catch_exceptions=False)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    return Path(shutil.copy(SAMPLE, tmp_path / "run.json"))
+
+
+def test_the_page_is_written_and_its_place_printed(run_file: Path, tmp_path: Path) -> None:
+    ran = report(run_file, "-o", tmp_path / "report.html")
+    assert (ran.exit_code, ran.stdout) == (0, f"{tmp_path / 'report.html'}\n")
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_without_a_name_it_stands_beside_the_run(run_file: Path) -> None:
+    assert report(run_file).stdout == f"{run_file.with_suffix('.html')}\n"
+
+
+def test_json_names_what_was_written(run_file: Path, tmp_path: Path) -> None:
+    page, picture = tmp_path / "a.html", tmp_path / "a.png"
+    ran = report(run_file, "-o", page, "--png", picture, "--json")
+    assert json.loads(ran.stdout) == {"schema": 1, "written": [str(page), str(picture)]}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "damaged"),
+        ("not JSON", "damaged"),
+        (SAMPLE.read_text(encoding="utf-8")[:5000], "damaged"),
+        ("[1, 2]", "no run"),
+        ('{"schema": 1, "micro_batch": 8}', "no run"),
+        ('{"schema": 2, "kind": "batchwright run"}', "schema 2"),
+        ('{"schema": null, "kind": "batchwright run"}', "schema"),
+        ('{"schema": 1, "kind": "batchwright run"}', "damaged"),
+    ],
+)
+def test_a_file_that_is_no_run_is_refused_with_what_to_do(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(text, encoding="utf-8")
+    with pytest.raises(InvalidInputError, match=told):
+        report(tmp_path / "run.json")
+    assert list(tmp_path.iterdir()) == [tmp_path / "run.json"]
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"no run at .*nowhere\.json"):
+        report(tmp_path / "nowhere.json")
+
+
+def test_a_folder_that_is_not_there_ends_with_1(run_file: Path, tmp_path: Path) -> None:
+    for args in (("-o", tmp_path / "no" / "report.html"), ("--png", tmp_path / "no" / "report.png")):
+        with pytest.raises(BatchwrightError, match="no such folder") as error:
+            report(run_file, *args)
+        assert error.value.exit_code == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_ends_with_1(run_file: Path) -> None:
+    with pytest.raises(BatchwrightError, match="no space left on device") as error:
+        report(run_file, "-o", "/dev/full")
+    assert error.value.exit_code == 1
+
+
+def test_a_write_that_fails_leaves_the_report_before(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "report.html"
+    page.write_text("before")
+    write = Path.write_text
+
+    def runs_full(file: Path, text: str, **options: str) -> int:
+        write(file, text[:100], **options)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", runs_full)
+    with pytest.raises(BatchwrightError, match="no space left on device"):
+        report(run_file, "-o", page)
+    assert page.read_text() == "before"
+    assert sorted(tmp_path.iterdir()) == [page, run_file]
+
+
+def test_the_run_itself_is_never_written_over(run_file: Path, tmp_path: Path) -> None:
+    before = run_file.read_bytes()
+    (tmp_path / "link.html").symlink_to(run_file)
+    for place in (run_file, tmp_path / "link.html"):
+        with pytest.raises(InvalidInputError, match="the run itself"):
+            report(run_file, "-o", place)
+    assert run_file.read_bytes() == before
+
+
+def test_nothing_is_written_where_the_picture_cannot_be(run_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"ends in \.png"):
+        report(run_file, "-o", tmp_path / "report.html", "--png", tmp_path / "report.gif")
+    assert not (tmp_path / "report.html").exists()
