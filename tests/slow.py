@@ -36,4 +36,10 @@ SLOW = (
     "tests/test_readme.py::test_block_runs_as_printed[fit.md:145]",
     "tests/test_readme.py::test_block_runs_as_printed[estimate.md:193]",
     "tests/test_readme.py::test_block_runs_as_printed[estimate.md:47]",
+    "tests/integrations/test_accelerate_watch.py::test_two_ranks_give_one_answer_and_the_first_logs",
+    "tests/integrations/test_lightning_callback.py::test_two_ranks_give_one_answer_and_the_first_logs",
+    "tests/memory/test_cards_alike.py::test_a_size_that_was_not_traced_asks_for_what_its_trace_would[300]",
+    "tests/memory/test_cards_alike.py::test_a_size_that_was_not_traced_asks_for_what_its_trace_would[1400]",
+    "tests/simulated/test_sharded_lists.py::test_peaks_are_those_of_torchs_own_way[<lambda>1]",
+    "tests/simulated/test_sharded_lists.py::test_peaks_are_those_of_torchs_own_way[<lambda>3]",
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from click.testing import CliRunner
 
-from batchwright.cli.report import command
+from batchwright.cli import group
 from batchwright.errors import BatchwrightError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ SAMPLE = Path(__file__).parents[1] / "report" / "sample_run.json"
 
 
 def report(*args: str | Path) -> Result:
-    return CliRunner().invoke(command, [str(arg) for arg in args], catch_exceptions=False)
+    return CliRunner().invoke(group, ["report", *(str(arg) for arg in args)], catch_exceptions=False)
 
 
 @pytest.fixture

@@ -178,12 +178,14 @@ def test_a_model_under_activation_checkpointing_is_fitted() -> None:
 
 def test_one_of_several_ranks_holds_its_shard_and_fits_more() -> None:
     def sharded(model: Any) -> nn.Module:
+        for layer in model:
+            fully_shard(layer)
         whole: nn.Module = fully_shard(model)
         return whole
 
     workload = bw.Workload(
-        model=lambda: nn.Linear(4096, 4096),
-        batch=lambda n: torch.randn(n, 4096),
+        model=lambda: nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))),
+        batch=lambda n: torch.randn(n, 2048),
         loss=lambda model, x: model(x).mean(),
         optimizer=lambda params: torch.optim.AdamW(params),
         wrap=sharded,
