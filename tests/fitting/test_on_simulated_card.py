@@ -204,3 +204,10 @@ def test_settings_of_the_allocator_count() -> None:
     for told in ({"allocator": "expandable_segments:True"}, {"devices": 2}):
         with pytest.raises(InvalidInputError, match="simulated card"):
             bw.fit(make_linear(), limit=8, **told)
+
+
+def test_the_three_peaks_are_told_with_their_margin() -> None:
+    found = bw.fit(make_linear(), on="t4-16gb", limit=8)
+    assert found.peak_bytes is not None
+    assert found.peak_bytes.device is not None
+    assert any("allocated" in note and "reserved" in note and "device" in note for note in found.notes)

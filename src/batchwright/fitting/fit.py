@@ -21,7 +21,7 @@ from batchwright.fitting.fit_shapes import LARGEST_MICRO_BATCH, fit_shapes
 from batchwright.fitting.job import Job, part_to_probe
 from batchwright.fitting.kept_state import kept
 from batchwright.fitting.longest import longest_first
-from batchwright.fitting.on_simulated_card import OnSimulatedCard, budget_on
+from batchwright.fitting.on_simulated_card import OnSimulatedCard, budget_on, with_margin
 from batchwright.fitting.probers import InChild, InProcess, PlainStep
 from batchwright.fitting.question import Question
 from batchwright.fitting.ranks import AcrossRanks, Ranks
@@ -179,8 +179,8 @@ def _on_card(ask: Ask, card: Card, *, devices: int, settings: AllocatorSettings)
         told = {"accumulation": job.accumulation, "clip_norm": job.clip_norm, "devices": devices}
         prober = OnSimulatedCard(ask.part(job), card, settings, **told)
         found = fit_shapes(question, prober, budget, name=ask.work.name, traceable=None, say=ask.say)
-        rows = tuple(replace(row, source="predicted", ranks=devices) for row in found.shapes)
-        return replace(found, source="predicted", shapes=rows, ranks=devices)
+        rows = tuple(with_margin(replace(row, source="predicted", ranks=devices), card) for row in found.shapes)
+        return with_margin(replace(found, source="predicted", shapes=rows, ranks=devices), card)
 
     return ask.answer(run, ask.job)
 

@@ -16,6 +16,7 @@ from batchwright.errors import NothingFitsError
 from batchwright.fitting.budget import Budget
 from batchwright.fitting.result import Restored
 from batchwright.memory.estimate import without_torchs_own_log
+from batchwright.memory.on_card import upper_on_card
 from batchwright.memory.tracing import trace_workload
 from batchwright.simulated.simulated_card import SimulatedCard
 from batchwright.units import format_bytes
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from batchwright.catalogue.gpus import Card
     from batchwright.device.outcome import Outcome
+    from batchwright.fitting.result import Fit
     from batchwright.simulated.allocator_settings import AllocatorSettings
     from batchwright.workload import Workload
 
@@ -76,3 +78,20 @@ def budget_on(card: Card, margin: float) -> Budget:
         (f"{card.product} has {total}, of which a CUDA context takes {format_bytes(context)}",),
         was_asked=True,
     )
+
+
+def with_margin(found: Fit, card: Card) -> Fit:
+    """Say what the three peaks at the answer are with their margin."""
+    peaks = found.peak_bytes
+    if peaks is None or peaks.allocated is None or peaks.reserved is None:
+        return found
+    upper = upper_on_card(peaks, context_of(card))
+    told = ", ".join(
+        f"{name} {format_bytes(peak or 0)} ({format_bytes(bound or 0)})"
+        for name, peak, bound in (
+            ("allocated", peaks.allocated, upper.allocated),
+            ("reserved", peaks.reserved, upper.reserved),
+            ("device", peaks.device, upper.device),
+        )
+    )
+    return replace(found, notes=(*found.notes, f"predicted peaks, and with a margin: {told}"))
