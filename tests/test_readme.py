@@ -41,9 +41,12 @@ BLOCKS = {place: block for page in PAGES for place, block in find_blocks(page).i
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the blocks of one run share, so that a file that one block writes is there for the next."""
+    """A folder that blocks share. Files that pages have their reader write are there: another worker may write them."""
     folder = tmp_path_factory.mktemp("readme")
     shutil.copytree(ROOT / "examples", folder / "examples")
+    for block in BLOCKS.values():
+        if block.language == "bash" and block.text.startswith("cat > "):
+            assert run_shell(block.text, folder).returncode == 0
     return folder
 
 
