@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
-from batchwright.integrations.live_batch import LiveBatch
+from batchwright.integrations.live_batch import LiveBatch, ShowsLiveBatch
 from batchwright.integrations.tracker import Tracker
 from batchwright.integrations.trackers import tracker_for
 from batchwright.units import shortened, whole_number
@@ -18,9 +18,6 @@ from batchwright.units import shortened, whole_number
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
-
-    from batchwright.noise.critical_batch import CriticalBatch
-    from batchwright.noise.noise_scale import NoiseScale
 
 
 def watch(
@@ -57,7 +54,7 @@ def watch(
     )
 
 
-class AcceleratorWatch:
+class AcceleratorWatch(ShowsLiveBatch):
     """What `watch` returns: the answer so far, and the way to end it."""
 
     def __init__(
@@ -86,25 +83,10 @@ class AcceleratorWatch:
         self._handle = inner.register_step_post_hook(self._stepped)
 
     @property
-    def noise(self) -> NoiseScale | None:
-        """What measures; None where nothing can be measured, for a reason that is in `notes`."""
-        return self._live.noise
-
-    @property
-    def critical_batch(self) -> CriticalBatch | None:
-        """The critical batch of the run so far, the same on all processes."""
-        return self._live.critical_batch
-
-    @property
-    def notes(self) -> list[str]:
-        """What could not be measured, and why."""
-        return self._live.notes
-
-    @property
     def metrics(self) -> dict[str, float]:
         """The `batch/*` metrics as they stand."""
         self._live.accumulation = self._accelerator.gradient_accumulation_steps
-        return self._live.metrics()
+        return super().metrics
 
     def close(self) -> None:
         """Take every hook away; the answers stay."""

@@ -18,7 +18,7 @@ from torch import nn
 from batchwright.accumulate.without_dropout import without_dropout
 from batchwright.device.cutting import num_samples
 from batchwright.errors import import_extra
-from batchwright.integrations.live_batch import LiveBatch, check_flag
+from batchwright.integrations.live_batch import LiveBatch, ShowsLiveBatch, check_flag
 from batchwright.integrations.trackers import tracker_for
 from batchwright.units import whole_number
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from batchwright.accumulate.audit_result import Audit
     from batchwright.integrations.lightning import AuditFirstWindow
-    from batchwright.noise.critical_batch import CriticalBatch
-    from batchwright.noise.noise_scale import NoiseScale
 else:
     Callback = import_extra("lightning.pytorch", extra="lightning", purpose="BatchwrightCallback").Callback
 
@@ -38,7 +36,7 @@ else:
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 
 
-class BatchwrightCallback(Callback):
+class BatchwrightCallback(ShowsLiveBatch, Callback):
     """Measure the critical batch of a Lightning run, and audit the accumulation of its first window.
 
     `Trainer(callbacks=[BatchwrightCallback()])`. The `batch/*` metrics go to the Trainer's loggers every
@@ -65,31 +63,6 @@ class BatchwrightCallback(Callback):
         self._watched: _Watched | None = None
         self._is_new_epoch = False
         self._logged_at = 0
-
-    @property
-    def noise(self) -> NoiseScale | None:
-        """What measures; None before training, and where nothing can be measured."""
-        return self._live.noise
-
-    @property
-    def critical_batch(self) -> CriticalBatch | None:
-        """The critical batch of the run so far, the same on all ranks."""
-        return self._live.critical_batch
-
-    @property
-    def audit(self) -> Audit | None:
-        """The verdict on the accumulation; None where there was none, for a reason that is in `notes`."""
-        return self._live.audit
-
-    @property
-    def notes(self) -> list[str]:
-        """What could not be measured or audited, and why."""
-        return self._live.notes
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The `batch/*` metrics as they stand."""
-        return self._live.metrics()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Be ready for the first batch."""

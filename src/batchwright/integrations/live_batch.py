@@ -148,6 +148,37 @@ class LiveBatch:
             self._say(text)
 
 
+class ShowsLiveBatch:
+    """What the callbacks of all frameworks show of the batch they watch."""
+
+    _live: LiveBatch
+
+    @property
+    def noise(self) -> NoiseScale | None:
+        """What measures; None before training, and where nothing can be measured, for a reason that is in `notes`."""
+        return self._live.noise
+
+    @property
+    def critical_batch(self) -> CriticalBatch | None:
+        """The critical batch of the run so far, the same on all ranks."""
+        return self._live.critical_batch
+
+    @property
+    def audit(self) -> Audit | None:
+        """The verdict on the accumulation; None where there was none, for a reason that is in `notes`."""
+        return self._live.audit
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be measured or audited, and why."""
+        return self._live.notes
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The `batch/*` metrics as they stand."""
+        return self._live.metrics()
+
+
 def check_flag(value: object, name: str) -> bool:
     """Return a switch as it is, or say that it is none."""
     if not isinstance(value, bool):

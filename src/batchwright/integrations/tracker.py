@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from batchwright.integrations.batch_metrics import EFFECTIVE_BATCH_ENTRY, effective_batch_text
@@ -25,7 +26,7 @@ class TrackerWarning(UserWarning):
     """Something was not written to a tracker; training went on."""
 
 
-class Tracker:
+class Tracker(ABC):
     """One place that metrics go to; made by `tracker_for`."""
 
     name = "the tracker"
@@ -51,11 +52,13 @@ class Tracker:
         """Write `Config/effective_batch_size`, as a product; see `effective_batch_text`."""
         self.write(EFFECTIVE_BATCH_ENTRY, effective_batch_text(micro_batch, accumulation, devices))
 
+    @abstractmethod
     def _log(self, metrics: dict[str, float], step: int) -> None:
-        raise NotImplementedError
+        """Hand finite numbers to the target."""
 
+    @abstractmethod
     def _write(self, name: str, text: str) -> None:
-        raise NotImplementedError
+        """Hand a text to the target, or the nearest that it has."""
 
     def _number(self, key: str, value: Any) -> float:
         try:

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from batchwright.accumulate.undisturbed import without_autocast
 from batchwright.errors import import_extra
 from batchwright.integrations.audit_trainer import audit_trainer
-from batchwright.integrations.live_batch import LiveBatch, check_flag
+from batchwright.integrations.live_batch import LiveBatch, ShowsLiveBatch, check_flag
 from batchwright.integrations.trackers import tracker_for
 
 if TYPE_CHECKING:
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from transformers import TrainerCallback
-
-    from batchwright.accumulate.audit_result import Audit
-    from batchwright.noise.critical_batch import CriticalBatch
-    from batchwright.noise.noise_scale import NoiseScale
 else:
     TrainerCallback = import_extra("transformers", extra="transformers", purpose="BatchwrightCallback").TrainerCallback
 
@@ -36,7 +32,7 @@ else:
 _MOST_FRAMES = 6
 
 
-class BatchwrightCallback(TrainerCallback):
+class BatchwrightCallback(ShowsLiveBatch, TrainerCallback):
     """Measure the critical batch of a Trainer's run, and audit its accumulation once, before the first step.
 
     `Trainer(..., callbacks=[BatchwrightCallback()])`. The `batch/*` metrics stand beside the loss wherever the Trainer
@@ -57,31 +53,6 @@ class BatchwrightCallback(TrainerCallback):
         self._live = LiveBatch(tracker=tracker, every=every, window=window, population=population, say=say)
         self._audits = check_flag(audit, "audit")
         self._trainer: Any = None
-
-    @property
-    def noise(self) -> NoiseScale | None:
-        """What measures; None before training, and where nothing can be measured."""
-        return self._live.noise
-
-    @property
-    def critical_batch(self) -> CriticalBatch | None:
-        """The critical batch of the run so far, the same on all ranks."""
-        return self._live.critical_batch
-
-    @property
-    def audit(self) -> Audit | None:
-        """The verdict on the accumulation; None where there was none, for a reason that is in `notes`."""
-        return self._live.audit
-
-    @property
-    def notes(self) -> list[str]:
-        """What could not be measured or audited, and why."""
-        return self._live.notes
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The `batch/*` metrics as they stand."""
-        return self._live.metrics()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Audit, then begin to measure."""
