@@ -93,7 +93,7 @@ def test_a_live_model_is_not_touched() -> None:
 
 
 def test_layers_that_train_in_16_bits_are_traced_as_they_are() -> None:
-    from batchwright.memory.quantized_linears import quantized_parts
+    from batchwright.memory.quantized_layers import quantized_parts
 
     training = bitsandbytes.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=True)
     assert quantized_parts(training) == []

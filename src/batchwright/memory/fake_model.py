@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from batchwright.errors import CannotTraceError, InvalidInputError
-from batchwright.memory.quantized_linears import quantized_parts, stand_in
+from batchwright.memory.quantized_layers import quantized_parts, stand_in
 from batchwright.units import shortened
 
 if TYPE_CHECKING:
