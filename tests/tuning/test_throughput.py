@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -13,18 +14,45 @@ from batchwright.tuning.throughput import measure_throughput
 from tests.tuning.runs import loss, quick
 
 
-def slow(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    time.sleep(0.004 + 0.001 * len(batch))
-    return loss(model, batch)
+class Clock:
+    """A clock that only the loss and the update move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        self.now += 0.004 + 0.001 * len(batch)
+        return loss(model, batch)
 
 
-def test_the_times_of_a_step_are_found() -> None:
-    found = measure_throughput(quick(loss=slow), [2, 8, 16], repeats=3, seconds=0)
+def test_the_times_of_a_step_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            clock.now += 0.002
+
+    workload = quick(loss=clock.loss, optimizer=lambda params: Slow(params, lr=0.1))
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    found = measure_throughput(workload, [2, 8, 16], repeats=3, seconds=0)
     assert [row.micro_batch for row in found.rows] == [2, 8, 16]
-    assert found.times.beta == pytest.approx(0.001, rel=0.3)
-    assert found.times.alpha == pytest.approx(0.004, rel=0.6)
+    times = found.times
+    assert (times.alpha, times.beta, times.sigma) == pytest.approx((0.004, 0.001, 0.002), rel=1e-6)
     assert found.fastest_micro_batch == 16
     assert [row.repeats for row in found.rows] == [3, 3, 3]
+    assert found.notes == ()
+
+
+def test_a_noisy_clock_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, turns = Clock(), iter(range(100))
+
+    def uneven(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        clock.now += 1.0 if next(turns) % 2 else 2.0
+        return loss(model, batch)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    found = measure_throughput(quick(loss=uneven), [2], repeats=8, seconds=0)
+    assert "the machine was busy" in found.notes[0]
 
 
 def test_sizes_take_turns() -> None:

@@ -125,7 +125,12 @@ def choose(
         assumes.append(f"{what} was not measured: the effective batch is one micro-batch on each device, not a choice")
     made = plan(wanted, micro_batch=largest, devices=devices, samples=known.samples, times=times)
     if fits is not None:
-        reasons.append(f"micro-batch {fits:,} is the largest that fits")
+        is_limit = (known.section("fit") or {}).get("limit") == fits
+        reasons.append(
+            f"micro-batch {fits:,} fits, and no larger one was asked for"
+            if is_limit
+            else f"micro-batch {fits:,} is the largest that fits"
+        )
     is_measured = best is not None and fits is not None
     source = "measured" if is_measured else "predicted"
     return Choice(made, best, in_samples or critical, critical_from, tuple(reasons), tuple(assumes), source)

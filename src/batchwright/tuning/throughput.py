@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from batchwright.device.batches import make_batch
 from batchwright.device.device import open_device
 from batchwright.device.step_checks import checked_loss
 from batchwright.errors import InvalidInputError
+from batchwright.fitting.result import NEAR_BEST
 from batchwright.noise.training import Trained, training
 from batchwright.planning.times import TimedPoint, TimeModel, fit_times
 from batchwright.units import whole_number
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
     from batchwright.workload import Workload
 
-# Sizes whose throughput is this near the best count as equally fast.
-_NEAR_BEST = 0.95
+# Of a clock that repeats; beyond it differences between sizes may be the machine's.
+_NOISY = 0.1
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Throughput:
     def fastest_micro_batch(self) -> int:
         """The smallest size within 5 % of the best throughput: largest is not fastest."""
         best = max(row.samples_per_second for row in self.rows)
-        return min(row.micro_batch for row in self.rows if row.samples_per_second >= _NEAR_BEST * best)
+        return min(row.micro_batch for row in self.rows if row.samples_per_second >= NEAR_BEST * best)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data: the section `throughput` of a run."""
@@ -143,7 +144,11 @@ def measure_throughput(
     rows = tuple(_row(size, timed) for size, timed in seen.items())
     points = [TimedPoint(row.micro_batch, row.pass_seconds) for row in rows]
     whole = [TimedPoint(row.micro_batch, row.seconds, accumulation=1) for row in rows]
-    return Throughput(workload.name, on, trained.ranks, rows, fit_times([*points, *whole]))
+    found = Throughput(workload.name, on, trained.ranks, rows, fit_times([*points, *whole]))
+    if found.noise <= _NOISY:
+        return found
+    note = f"half of the repeats lie up to {found.noise:.0%} off the middle: the machine was busy, or steps are short"
+    return replace(found, notes=(note.replace("%", " %"),))
 
 
 def _one_step(trained: Trained, size: int, now: Callable[[], float]) -> tuple[float, float]:

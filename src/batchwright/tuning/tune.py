@@ -15,7 +15,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchwright.device.device import open_device
 from batchwright.errors import BatchwrightError, InvalidInputError
+from batchwright.memory.on_card import card_named
 from batchwright.noise.process_group import process_group
 from batchwright.planning.dialects.registry import FRAMEWORKS
 from batchwright.targets import load_workload
@@ -95,6 +97,7 @@ def tune(
         seed=seed,
         skip=skip,
     )
+    card_named(ask.on) if ask.is_on_card else open_device(ask.on)  # one that is not there is refused at once
     path = None if file is None else Path(file)
     workload = load_workload(work) if isinstance(work, str) else work
     run = _begin(workload, work if isinstance(work, str) else None, ask, path, resume=resume)
