@@ -62,4 +62,5 @@ SLOW = (
     "tests/simulated/test_simulated_ranks.py::TestReplicas::test_usual_ways_to_write_it_come_to_the_same[starts it by a name bound before]",
     "tests/simulated/test_simulated_ranks.py::test_optimizers_step_on_shards[settings1]",
     "tests/simulated/test_simulated_ranks.py::test_optimizers_step_on_shards[settings2]",
+    "tests/cli/test_tune.py::test_ranks_of_torchrun_give_one_answer_and_one_run",
 )

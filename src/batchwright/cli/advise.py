@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from batchwright.cli.options import Count, json_option, print_json
+from batchwright.cli.options import Count, json_option, print_found
 
 
 @click.command("advise")
@@ -39,7 +39,6 @@ def command(
     """
     from batchwright.planning.advice import advise
     from batchwright.planning.learning_rate import checked_learning_rate
-    from batchwright.report.console import print_answer
 
     advice = advise(
         problem,
@@ -51,5 +50,5 @@ def command(
         max_micro_batch=max_micro_batch,
         critical_batch=critical_batch,
     )
-    print_json(advice.to_dict()) if as_json else print_answer(advice)
+    print_found(advice, as_json=as_json)
     return 0

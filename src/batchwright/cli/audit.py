@@ -7,7 +7,7 @@ from contextlib import redirect_stdout
 
 import click
 
-from batchwright.cli.options import Count, json_option, print_json
+from batchwright.cli.options import Count, json_option, print_found
 
 
 @click.command("audit")
@@ -47,7 +47,6 @@ def command(
     find_target(target)
 
     from batchwright.accumulate.audit import audit_workload
-    from batchwright.report.console import print_answer
     from batchwright.report.progress import Progress
     from batchwright.targets import load_workload
 
@@ -65,5 +64,5 @@ def command(
             dropout=dropout,
             shape=shape,
         )
-    print_json(found.to_dict()) if as_json else print_answer(found)
+    print_found(found, as_json=as_json)
     return 0 if found.exact else 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from batchwright.cli.options import Count, json_option, print_json
+from batchwright.cli.options import Count, json_option, print_found
 from batchwright.errors import InvalidInputError
 from batchwright.units import parse_whole_number, shortened
 
@@ -46,12 +46,11 @@ def command(ctx: click.Context, /, target: str, as_json: bool, **options: Any) -
     batchwright estimate train.py:workload --on all
     batchwright estimate llama-3-8b --seq-len 4096 --precision bf16 --zero 3 --devices 8
     """
-    from batchwright.report.console import print_answer
 
     given = {name for name in options if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
     is_workload = ":" in target or target.endswith(".py")
     answer = _traced(target, options, given) if is_workload else _by_formula(target, options, given)
-    print_json(answer.to_dict()) if as_json else print_answer(answer)
+    print_found(answer, as_json=as_json)
     return int(answer.fits is False)
 
 

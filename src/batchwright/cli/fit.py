@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.catalogue.gpus import names_a_card
-from batchwright.cli.options import Amount, Count, json_option, print_json
+from batchwright.cli.options import Amount, Count, json_option, print_found
 from batchwright.cli.then_job import check_job, run_jobs
 from batchwright.errors import InvalidInputError
 from batchwright.fitting.question import Question
@@ -80,12 +80,7 @@ def command(target: str, as_json: bool, **options: Any) -> int:
     found = _find(target, shapes, margin, options, speaks=speaks)
     if not speaks:
         return 0
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        from batchwright.report.console import print_answer
-
-        print_answer(found)
+    print_found(found, as_json=as_json)
     rows = found.shapes or (found,)
     if options["then"] is not None:
         run_jobs(options["then"], rows, as_json=as_json)

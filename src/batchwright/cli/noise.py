@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from batchwright.cli.options import Count, json_option, print_json
+from batchwright.cli.options import Count, json_option, print_found
 
 
 @click.command("noise")
@@ -60,12 +60,7 @@ def command(target: str, as_json: bool, **options: Any) -> int:
         from batchwright.report.noise_plot import plot_noise
 
         plot_noise(found, plot)
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        from batchwright.report.console import print_answer
-
-        print_answer(found)
+    print_found(found, as_json=as_json)
     # torchrun would report any other code of a rank as a crash.
     return 0 if found.critical_batch.resolved or found.ranks > 1 else 1
 

@@ -66,3 +66,13 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the an
 def print_json(data: dict[str, Any]) -> None:
     """Print plain data as JSON on stdout."""
     click.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_found(found: Any, *, as_json: bool) -> None:
+    """Print a result: as JSON, or drawn for the terminal."""
+    if as_json:
+        print_json(found.to_dict())
+        return
+    from batchwright.report.console import print_answer
+
+    print_answer(found)

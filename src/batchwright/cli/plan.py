@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from batchwright.cli.options import Count, NumbersCommand, json_option, print_json
+from batchwright.cli.options import Count, NumbersCommand, json_option, print_found, print_json
 from batchwright.planning.dialects.registry import FRAMEWORKS, unspoken_settings
 from batchwright.planning.split import POLICIES
 
@@ -72,7 +72,6 @@ def command(
         raise click.UsageError(f"{missing} is needed. Example: batchwright plan 256 --micro-batch 8 --devices 4", ctx)
     from batchwright.planning.plan import plan
     from batchwright.planning.times import parse_times
-    from batchwright.report.console import print_answer
 
     answer = plan(
         effective,
@@ -87,7 +86,7 @@ def command(
         estimate=_peak_of_named(ctx, model, seq_len),
     )
     if framework is None:
-        print_json(answer.to_dict()) if as_json else print_answer(answer)
+        print_found(answer, as_json=as_json)
         return 0
     settings, snippet = answer.to(framework), answer.snippet(framework)
     unspoken = unspoken_settings(answer, framework)
@@ -140,8 +139,7 @@ def _check(ctx: click.Context, config: str, devices: int, as_json: bool) -> int:
             f"--check reads all numbers from the file and takes only --devices; received {names}.", ctx
         )
     from batchwright.planning.config_check import check_config
-    from batchwright.report.console import print_answer
 
     result = check_config(config, devices=devices)
-    print_json(result.to_dict()) if as_json else print_answer(result)
+    print_found(result, as_json=as_json)
     return 0 if result.agrees else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from batchwright.cli.options import Count, json_option, print_json
+from batchwright.cli.options import Count, json_option, print_found
 
 
 @click.command("recommend")
@@ -37,7 +37,6 @@ def command(
     batchwright recommend qwen2.5-7b --memory 80GiB --tuning full --seq-len 2048 --checkpointing
     """
     from batchwright.memory.recommend import recommend
-    from batchwright.report.console import print_answer
 
     recommendation = recommend(
         _listed(sizes),
@@ -49,7 +48,7 @@ def command(
         precision=precision,
         checkpointing=checkpointing,
     )
-    print_json(recommendation.to_dict()) if as_json else print_answer(recommendation)
+    print_found(recommendation, as_json=as_json)
     return 0 if recommendation.fits else 1
 
 

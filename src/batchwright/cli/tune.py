@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchwright.cli.options import Amount, Count, json_option, print_json
+from batchwright.cli.options import Amount, Count, json_option, print_found
 from batchwright.errors import InvalidInputError
 from batchwright.units import parse_whole_number
 
@@ -70,13 +70,8 @@ def command(target: str, as_json: bool, **options: Any) -> int:
     found = _tune(target, options, speaks=speaks)
     if not speaks:
         return 0
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        from batchwright.report.console import print_answer
-
-        print_answer(found)
-        click.echo(f"the run is in {options['file']}", err=True)
+    print_found(found, as_json=as_json)
+    click.echo(f"the run is in {options['file']}", err=True)
     return int("skipped" in found.run["recommendation"])
 
 
