@@ -2,32 +2,34 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What the demo asks; benchmarks/tune_pays.py checks that the answer pays.
+DEMO := tune examples/char_gpt.py:workload --memory 64MiB --steps 120 --noise-batch 32 --branches 16,64,256
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help demo test types tests test-all format docs clean
 
 help:
-	@echo "make demo    install, then predict a small GPT's memory, find its micro-batch and plan its batch"
+	@echo "make demo    install, then tune a small GPT under a memory budget, and write its report to demo.html"
 	@echo "make test    install, then lint, type-check and run all tests"
 	@echo "make docs    write the generated pages under docs/ anew"
 	@echo "make format  apply the formatter and the safe lint fixes"
 	@echo "make clean   remove .venv and caches"
 
 demo: $(VENV)/.ready-to-run
-	@echo "First, the memory of one training step of a small GPT, predicted:"
-	@echo '$$ batchwright estimate examples/tiny_gpt.py:workload --micro-batch 32'
+	@echo "A small GPT learns the characters of Python's own manual, within 64 MiB. Which batch? (about two minutes)"
+	@echo '$$ batchwright $(DEMO) --run demo.json'
 	@echo
-	@$(BIN)/batchwright estimate examples/tiny_gpt.py:workload --micro-batch 32
+	@$(BIN)/batchwright $(DEMO) --run demo.json
 	@echo
-	@echo "Second, the largest micro-batch that fits into 512 MiB, found by running it (about half a minute):"
-	@echo '$$ batchwright fit examples/tiny_gpt.py:workload --memory 512MiB --accumulate-to 32'
+	@echo "Does splitting a batch change the training? 32 at once, 4 times 8 and 8 times 4, from the same weights:"
+	@echo '$$ python examples/three_splits.py'
 	@echo
-	@$(BIN)/batchwright fit examples/tiny_gpt.py:workload --memory 512MiB --accumulate-to 32
+	@$(BIN)/python examples/three_splits.py
 	@echo
-	@echo "Third, every way to reach an effective batch of 32 over 10,000 samples, and what each costs:"
-	@echo '$$ batchwright plan 32 --micro-batch 8 --samples 10000 --drop-last'
+	@echo "All of it on one page:"
+	@echo '$$ batchwright report demo.json -o demo.html'
 	@echo
-	@$(BIN)/batchwright plan 32 --micro-batch 8 --samples 10000 --drop-last
+	@$(BIN)/batchwright report demo.json -o demo.html
 
 test: $(VENV)/.ready-to-test
 	$(BIN)/ruff check .

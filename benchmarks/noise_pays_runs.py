@@ -124,17 +124,18 @@ def evaluation_steps() -> Iterator[int]:
         place *= EVALUATION_SPACING
 
 
-def step_times(task: Task, batches: Sequence[int]) -> dict[str, list[float]]:
+def step_times(task: Task, batches: Sequence[int], in_wall_time: bool = False) -> dict[str, list[float]]:
     """Return the median step of each round, by batch."""
+    now = time.perf_counter if in_wall_time else time.process_time
     steps = {batch: stepper(task, batch, task.first_rate / 16, 0)[1] for batch in batches}
     times: dict[str, list[float]] = {str(batch): [] for batch in batches}
     for number in range(ROUNDS + 1):
         for batch in batches:
             visit: list[float] = []
             while len(visit) < 3 or sum(visit) < SECONDS_PER_VISIT:
-                begin = time.process_time()
+                begin = now()
                 steps[batch]()
-                visit.append(time.process_time() - begin)
+                visit.append(now() - begin)
             # The first round warms up.
             if number:
                 times[str(batch)].append(statistics.median(visit))

@@ -83,5 +83,5 @@ def workload() -> bw.Workload:
         model=lambda: CharGPT(data.num_letters),
         data=data,
         loss=loss,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=8e-3),
     )

@@ -74,6 +74,14 @@ def test_short_trainings_give_a_curve_beside_the_noise_scale() -> None:
     assert "<table>" in found._repr_html_()
 
 
+def test_a_branch_is_trained_once() -> None:
+    said: list[str] = []
+    bw.measure_critical_batch(workload(), batches=(4, 32), steps=20, seeds=2, progress=said.append)
+    branches = [line.split(" to a loss")[0] for line in said]
+    # A smallest batch that missed the mean of the seeds' losses goes on to it.
+    assert len(branches) - len(set(branches)) <= 1
+
+
 def test_a_live_model_comes_back_as_it_was() -> None:
     model = nn.Linear(6, 1)
     before = [parameter.detach().clone() for parameter in model.parameters()]

@@ -70,11 +70,49 @@ def test_the_learning_rate_follows_from_the_batch_that_was_trained_at() -> None:
 
 def test_twice_the_memory_holds_more_samples_and_twice_the_devices_are_sooner() -> None:
     memory, devices, checkpointing = advised()["changes"]
+    assert devices["effective_batch"] > advised()["effective_batch"]
     # 2 GiB less 256 MiB, at 32 MiB a sample.
     assert "micro-batch 56 would fit" in memory["note"]
     assert memory["time_ratio"] < 1
     assert devices["time_ratio"] < 1
     assert checkpointing["note"] == "was not traced"
+
+
+def test_checkpointing_holds_more_samples_and_takes_longer_for_each() -> None:
+    estimate = {
+        "micro_batch": 16,
+        "peak_bytes": {"allocated": 768 * 2**20},
+        "parts": {"weights": 2**26, "gradients": 2**26, "optimizer": 2**27},
+        "what_if": [{"change": "activation checkpointing", "peak_bytes": 512 * 2**20}],
+    }
+    found = advised(by_hand(estimate=estimate))["changes"][2]
+    # 256 MiB are the model's own; of the 32 MiB per sample half is left: 768 / 16.
+    assert "micro-batch 48 would fit: the peak at micro-batch 16 falls to 67 %" in found["note"]
+    kept = advised(by_hand(estimate=estimate), effective_batch=16)["changes"][2]
+    assert kept["effective_batch"] == 16
+    assert 1 < kept["time_ratio"] < 4 / 3
+
+
+def test_a_remembered_fit_takes_its_slope_from_the_trace() -> None:
+    fit = {"micro_batch": 16, "limit": 4096, "limit_bytes": 2**30, "line": None, "peak_bytes": {"device": 2**30}}
+    estimate = {"grows_with_batch": {"activations": 2**25, "context": None}, "what_if": []}
+    run = by_hand(fit=fit, estimate=estimate)
+    # 512 MiB beside the samples.
+    assert "micro-batch 48 would fit" in advised(run)["changes"][0]["note"]
+
+
+def test_branches_tell_the_learning_rate_too() -> None:
+    rows = [
+        {"batch": size, "learning_rate_factor": factor, "mean_steps": 10.0}
+        for size, factor in ((16, 1.0), (64, 2.0), (256, 8.0))
+    ]
+    branches = {"critical_batch": {**CRITICAL, "resolved": False}, "ratio": 2.0, "branches": rows}
+    rate = advised(by_hand(branches=branches), effective_batch=128)["learning_rate"]
+    assert rate["recommended"] == pytest.approx(3e-4 * 4)
+    assert (rate["source"], rate["at_batch"]) == ("measured", None)
+    assert "on a line between them" in rate["rule"]
+    assert "outside" in advised(by_hand(branches=branches), effective_batch=1024)["learning_rate"]["rule"]
+    assert "learning_rate=0.0012," in advised(by_hand(branches=branches), effective_batch=128)["configs"]["transformers"]
 
 
 def test_the_curve_is_least_at_the_best_batch_and_has_a_band() -> None:

@@ -29,7 +29,7 @@ class Branch:
 
     batch: int
     learning_rate_factor: float
-    """Relative to the smallest batch; not a number where the rate was handed in."""
+    """Of the workload's own rate; not a number where the rate was handed in."""
     steps: tuple[float | None, ...]
 
     @property

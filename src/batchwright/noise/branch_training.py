@@ -2,7 +2,8 @@
 
 Promises:
 - every branch of a seed begins at the same weights and is judged on the same samples;
-- a branch whose loss is no longer a number ends there, and has not reached anything.
+- a branch whose loss is no longer a number ends there, and has not reached anything;
+- a branch that was trained before is not trained again: a seed, a batch and a rate make one curve.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from batchwright.device.batches import make_batch, move_batch
 from batchwright.device.step import evaluating
 from batchwright.device.step_checks import checked_loss
 from batchwright.errors import InvalidInputError
+from batchwright.noise.branch_curve import steps_to
 from batchwright.noise.noise_scale import NoiseScale
 from batchwright.noise.training import Trained, split_of, training
 from batchwright.units import counted
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
     Curve = list[tuple[int, float]]
     """Steps, and the held-out loss after them."""
 
-# How often a branch is judged on its way.
-_LOOKS = 40
+# How often a branch is judged on its way: as often as that costs no more than the training, within these.
+_LEAST_LOOKS, _MOST_LOOKS = 20, 40
+# Forward and backward of a sample, in forwards.
+_COST_OF_TRAINING = 3
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Ask:
 
     batch: int
     steps: int
-    """After which looks are a fortieth apart."""
+    """By which the spacing of looks is set."""
     most: int
     factor: float = 1.0
     """Of the workload's own learning rate."""
@@ -65,6 +69,7 @@ class SeedBranches:
         self._workload, self._device, self._shape = workload, device, shape
         self._warm_up, self._num_held_out = warm_up, held_out
         self._held_out: Any = None
+        self._kept: dict[tuple[int, float, float | None], tuple[Curve, CriticalBatch | None]] = {}
         self._loss: Any = workload.loss
         if workload.data is not None:
             size = min(held_out, len(workload.data) // 5)
@@ -75,8 +80,26 @@ class SeedBranches:
             self._held_out = Subset(workload.data, order[:size])
             self._workload = replace(workload, data=Subset(workload.data, order[size:]))
 
+    def known(self, ask: Ask) -> Curve | None:
+        """Return the curve of a branch that was trained before, as far as it is asked for."""
+        curve, scale = self._kept.get((ask.batch, ask.factor, ask.rate), ([], None))
+        if not curve or (ask.watches_noise and scale is None):
+            return None
+        last, loss = curve[-1]
+        reached = ask.target is not None and steps_to(ask.target, curve) is not None
+        return curve if reached or last >= ask.most or not math.isfinite(loss) else None
+
     def train(self, ask: Ask, *, first_batch: int) -> Curve:
         """Train a branch, and return the held-out loss at every look; `first_batch` is that of the warm-up."""
+        curve, key = self.known(ask), (ask.batch, ask.factor, ask.rate)
+        if curve is None:
+            self.noise_scale = None
+            curve = self._train(ask, first_batch)
+            self._kept[key] = (curve, self.noise_scale)
+        self.noise_scale = self._kept[key][1]
+        return curve
+
+    def _train(self, ask: Ask, first_batch: int) -> Curve:
         with training(self._workload, device=self._device, shape=self._shape, seed=self.seed) as trained:
             self.optimizer = type(trained.optimizers[0]).__name__
             judged = self._held_out_batch()
@@ -86,7 +109,8 @@ class SeedBranches:
                 for group in optimizer.param_groups:
                     group["lr"] = ask.rate if ask.rate is not None else group["lr"] * ask.factor
             curve = [(0, self._judge(trained, judged))]
-            every = max(ask.steps // _LOOKS, 1)
+            looks = _COST_OF_TRAINING * ask.steps * ask.batch // self._num_held_out
+            every = max(ask.steps // min(max(looks, _LEAST_LOOKS), _MOST_LOOKS), 1)
             for number in self._stepped(trained, ask.batch, ask.most, watch_until=ask.steps * ask.watches_noise):
                 if number % every and number != ask.most:
                     continue

@@ -79,16 +79,19 @@ def measure_critical_batch(
     ]
     first = sizes[0]
 
-    def train(run: SeedBranches, size: int, factor: float, target: float | None = None) -> list[tuple[int, float]]:
+    def train(
+        run: SeedBranches, size: int, factor: float, target: float | None = None, within: float = math.inf
+    ) -> list[tuple[int, float]]:
         to = "" if target is None else f" to a loss of {target:.4g}"
-        progress(f"seed {run.seed}: batch {size}, learning rate x {factor:.3g}{to}")
-        most = steps if target is None else _PATIENCE * steps
+        most = steps if target is None else math.ceil(min(within, _PATIENCE * steps))
         ask = Ask(size, steps, most, factor, rates.get(size), target, watches_noise=target is None)
+        if run.known(ask) is None:
+            progress(f"seed {run.seed}: batch {size}, learning rate x {factor:.3g}{to}")
         return run.train(ask, first_batch=first)
 
     factor = 1.0
     if first not in rates:
-        factor = tuned(1.0, lambda factor: _no_progress(train(runs[0], first, factor)))
+        factor = tuned(1.0, lambda factor, least: _no_progress(train(runs[0], first, factor)))
     base = [train(run, first, factor) for run in runs]
     target = sum(min(loss for _, loss in curve) for curve in base) / len(base)
     scale = _median([run.noise_scale for run in runs])
@@ -96,7 +99,11 @@ def measure_critical_batch(
     for size in sizes:
         if size != first and size not in rates:
             guess = factor * _by_rule(runs[0].optimizer, first, size, scale)
-            own = tuned(guess, lambda factor, size=size: _score(target, train(runs[0], size, factor, target)))  # type: ignore[misc]
+
+            def steps_at(factor: float, least: float, size: int = size) -> float:
+                return _score(target, train(runs[0], size, factor, target, within=least))
+
+            own = tuned(guess, steps_at)
         else:
             own = factor
         reached = tuple(steps_to(target, train(run, size, own, target)) for run in runs)
@@ -110,17 +117,19 @@ def measure_critical_batch(
     return found
 
 
-def tuned(guess: float, cost_of: Callable[[float], float]) -> float:
+def tuned(guess: float, cost_of: Callable[[float, float], float]) -> float:
     """Return the factor with the least cost among doublings and halvings of a guess, as far as they get better.
 
-    >>> tuned(1.0, lambda factor: abs(factor - 5))
+    >>> tuned(1.0, lambda factor, least: abs(factor - 5))
     4.0
+
+    `cost_of` is told the least cost so far: what is beyond it need not be known.
     """
-    best, least = guess, cost_of(guess)
+    best, least = guess, cost_of(guess, math.inf)
     for step in (2.0, 0.5):
         factor = guess * step
         for _ in range(_MOST_DOUBLINGS):
-            cost = cost_of(factor)
+            cost = cost_of(factor, least)
             if not cost < _BETTER * least:
                 break
             best, least, factor = factor, cost, factor * step

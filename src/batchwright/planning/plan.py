@@ -122,14 +122,16 @@ class Plan:
 
         return find_dialect(framework).settings(self)
 
-    def snippet(self, framework: str) -> str:
-        """Return the plan as text to paste into a framework's script or config.
+    def snippet(self, framework: str, *, learning_rate: float | None = None) -> str:
+        """Return the plan as text to paste into a framework's script or config, with a learning rate that goes with it.
 
         >>> print(plan(80, micro_batch=4, devices=5).snippet("torchtitan").splitlines()[0])
         # micro-batch 4 x accumulation 4 x devices 5 = effective batch 80
         """
-        from batchwright.planning.dialects.registry import find_dialect
+        from batchwright.planning.dialects.registry import find_dialect, snippet_with_rate
 
+        if learning_rate is not None:
+            return snippet_with_rate(self, framework, learning_rate)
         return find_dialect(framework).snippet(self)
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from batchwright.report.page.reading import in_one_line
 from batchwright.report.tables import draw_table
 
 if TYPE_CHECKING:
@@ -53,22 +54,22 @@ def tuned_remarks(tuned: Tuned) -> Iterator[str]:
     if "skipped" not in advised:
         rate = advised["learning_rate"]
         if rate is not None:
-            yield (
-                f"learning rate: {rate['now']:g} at an effective batch of {rate['at_batch']:,} becomes "
-                f"{rate['recommended']:.3g} [{rate['low']:.3g}, {rate['high']:.3g}]"
-            )
+            at = f" at an effective batch of {rate['at_batch']:,}" if rate["at_batch"] else " of the workload"
+            span = f"{rate['recommended']:.3g} [{rate['low']:.3g}, {rate['high']:.3g}]"
+            yield f"learning rate: {rate['now']:g}{at} becomes {span}"
         yield from (f"why: {reason}." for reason in advised["reasons"])
         yield from (f"assumed: {text}." for text in advised["assumes"])
         yield from (f"{change['change']}: {change['note']}." for change in advised["changes"] if change["note"])
         yield from (f"note: {note}." for note in advised["notes"])
     audit = run["audit"]
-    if "skipped" not in audit:
+    if isinstance(audit.get("exact"), bool):
         told = "exact" if audit["exact"] else "NOT the gradient of the big batch: batchwright audit names the cause"
         yield f"accumulation: {told}."
     for name, section in run.items():
         why = section.get("skipped") if isinstance(section, dict) else None
-        if isinstance(why, str) and why != "not asked for":
-            yield f"{name}: {why.splitlines()[0]}"
+        # Without a recommendation its reason is the summary, and the plan's is the same.
+        if isinstance(why, str) and why != "not asked for" and name not in ("plan", "recommendation"):
+            yield f"{name}: {in_one_line(why)}"
 
 
 def draw_tuned(tuned: Tuned) -> RenderableType:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from batchwright.errors import BatchwrightError, NotExpressibleError
 from batchwright.tuning.known import Known, critical_from
 from batchwright.tuning.other_setups import what_would_change
-from batchwright.tuning.recommendation import Advised, choose, curve, learning_rate
+from batchwright.tuning.rate_advice import learning_rate
+from batchwright.tuning.recommendation import Advised, choose, curve
 from batchwright.tuning.run_file import is_done
 
 if TYPE_CHECKING:
@@ -38,19 +39,16 @@ def advise_run(run: dict[str, Any], ask: Ask, frameworks: Iterable[str]) -> None
     except BatchwrightError as error:
         run["plan"] = run["recommendation"] = {"skipped": f"failed: {error}"}
         return
-    about, noise = run["workload"], known.section("noise")
-    times = known.times
+    times, rate = known.times, learning_rate(known, choice)
     advised = Advised(
-        name=about["name"],
+        name=run["workload"]["name"],
         on=ask.on,
         choice=choice,
-        learning_rate=learning_rate(
-            choice, about["optimizer"], about["learning_rate"], None if noise is None else noise["effective_batch"]
-        ),
+        learning_rate=rate,
         seconds_per_step=None if times is None else times.step_seconds(choice.plan.split),
         time_to_target=curve(choice),
-        changes=what_would_change(known, choice, ask.devices),
-        configs=dict(_configs(choice.plan, frameworks)),
+        changes=what_would_change(known, choice, keeps_batch=ask.effective_batch is not None),
+        configs=dict(_configs(choice.plan, frameworks, None if rate is None else rate["recommended"])),
         notes=tuple(text for text in (note,) if text),
     )
     run["plan"], run["recommendation"] = choice.plan.to_dict(), advised.to_dict()
@@ -78,9 +76,9 @@ def _critical(run: dict[str, Any], known: Known) -> tuple[CriticalBatch | None, 
     return scale, "noise scale", note
 
 
-def _configs(plan: Plan, frameworks: Iterable[str]) -> Iterable[tuple[str, str]]:
+def _configs(plan: Plan, frameworks: Iterable[str], rate: float | None) -> Iterable[tuple[str, str]]:
     for name in frameworks:
         try:
-            yield name, plan.snippet(name)
+            yield name, plan.snippet(name, learning_rate=rate)
         except NotExpressibleError as error:
             yield name, f"# {error.problem}"

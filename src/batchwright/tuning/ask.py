@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import shlex
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from batchwright.catalogue.gpus import names_a_card
@@ -76,6 +77,37 @@ class Ask:
             return "not asked for"
         return None
 
+    def command(self, target: str) -> str:
+        """Return the command that asks this.
+
+        >>> Ask.read(memory="16GiB", branch_batches=(16, 64), shape={"seq_len": 512}).command("train.py:workload")
+        'batchwright tune train.py:workload --memory 16GiB --shape seq_len=512 --branches 16,64'
+        """
+        words = ["batchwright", "tune", target]
+        for each in fields(self):
+            value, option = getattr(self, each.name), f"--{each.name.replace('_', '-')}"
+            if each.name == "shape":
+                words += [word for name, size in value.items() for word in (option, f"{name}={size}")]
+            elif isinstance(value, tuple):
+                option = "--branches" if each.name == "branch_batches" else option
+                words += [option, ",".join(map(str, value))] if value else []
+            elif value != each.default:
+                words += [option, _as_typed(value) if each.name == "memory" else str(value)]
+        return shlex.join(words)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the question as plain data."""
         return {**asdict(self), "branch_batches": list(self.branch_batches), "skip": list(self.skip)}
+
+
+def _as_typed(amount: str | int) -> str:
+    """An amount as a person types it, where bytes are whole MiB or GiB.
+
+    >>> _as_typed(64 * 2**20), _as_typed("16GiB"), _as_typed(1000)
+    ('64MiB', '16GiB', '1000')
+    """
+    if isinstance(amount, int):
+        for power, unit in ((30, "GiB"), (20, "MiB")):
+            if amount and amount % 2**power == 0:
+                return f"{amount >> power}{unit}"
+    return str(amount)

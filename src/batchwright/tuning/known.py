@@ -15,6 +15,25 @@ from batchwright.tuning.run_file import is_done
 
 
 @dataclass(frozen=True)
+class MemoryLine:
+    """A limit, and the line along which memory grows with the micro-batch."""
+
+    limit_bytes: int
+    fixed_bytes: float
+    bytes_per_sample: float
+    limit: int
+    """The largest micro-batch of interest."""
+
+    def largest(self, limit_bytes: float) -> int:
+        """Return the largest micro-batch within so many bytes.
+
+        >>> MemoryLine(1000, 200, 10, limit=4096).largest(2000)
+        180
+        """
+        return max(min(int((limit_bytes - self.fixed_bytes) // max(self.bytes_per_sample, 1)), self.limit), 1)
+
+
+@dataclass(frozen=True)
 class Known:
     """A run, read."""
 
@@ -31,6 +50,23 @@ class Known:
         found = self.section("fit")
         size = None if found is None else found["micro_batch"]
         return size if isinstance(size, int) else None
+
+    @property
+    def memory_line(self) -> MemoryLine | None:
+        """What a sample takes near the answer, where there was a limit: measured by the fit, else as predicted."""
+        fit, estimate = self.section("fit"), self.section("estimate")
+        if fit is None or not fit["micro_batch"] or not fit.get("limit_bytes"):
+            return None
+        if fit.get("line"):
+            fixed, slope = fit["line"]["fixed_bytes"], fit["line"]["bytes_per_sample"]
+        elif estimate is not None:
+            # A fit that was remembered has one probe: its peak, and the slope of the trace.
+            slope = sum(grown or 0 for grown in estimate["grows_with_batch"].values())
+            peak = next((value for value in reversed(fit["peak_bytes"].values()) if value), fit["limit_bytes"])
+            fixed = max(peak - slope * fit["micro_batch"], 0)
+        else:
+            return None
+        return MemoryLine(fit["limit_bytes"], fixed, slope, fit["limit"]) if slope > 0 else None
 
     @property
     def fastest_micro_batch(self) -> int | None:

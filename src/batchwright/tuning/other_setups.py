@@ -1,18 +1,26 @@
-"""What would change the answer: twice the memory, twice the devices, checkpointing."""
+"""What would change the answer: twice the memory, twice the devices, checkpointing.
+
+Each is the recommendation made again with another limit: what fits follows from bytes per sample, how long it takes
+from the time model and the critical batch.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from batchwright.noise.efficiency import time_to_loss
+from batchwright.noise.efficiency import steps_over_minimum
 from batchwright.planning.plan import plan
 from batchwright.tuning.recommendation import soonest
 
 if TYPE_CHECKING:
-    from batchwright.planning.plan import Plan
     from batchwright.tuning.known import Known
     from batchwright.tuning.recommendation import Choice
+
+# A forward again, where forward and backward are three forwards.
+_RECOMPUTING = 4 / 3
+# What a model takes whatever the batch.
+_FIXED_PARTS = ("weights", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -29,57 +37,67 @@ class Change:
     note: str = ""
 
 
-def what_would_change(known: Known, choice: Choice, devices: int) -> tuple[Change, ...]:
-    """Say what twice the memory, twice the devices and checkpointing would give."""
-    return (_twice_the_memory(known, choice), _twice_the_devices(known, choice, devices), _checkpointing(known))
+def what_would_change(known: Known, choice: Choice, *, keeps_batch: bool) -> tuple[Change, ...]:
+    """Say what each would give; `keeps_batch` where an effective batch was asked for."""
+    limit, fit = known.memory_line, choice.plan.max_micro_batch
+    found = []
+    if limit is None:
+        found.append(Change("twice the memory", note="what fits was not measured under a limit"))
+    else:
+        size = limit.largest(2 * limit.limit_bytes)
+        note = f"micro-batch {size:,} would fit"
+        found.append(_made(known, choice, "twice the memory", note, largest=size, keeps_batch=keeps_batch))
+    if known.times is None or choice.best is None:
+        found.append(Change("twice the devices", note="needs the critical batch and the time of a step"))
+    else:
+        note = "without what devices take to talk to each other"
+        change = "twice the devices"
+        found.append(_made(known, choice, change, note, largest=fit, times_devices=2, keeps_batch=keeps_batch))
+    found.append(_checkpointing(known, choice, keeps_batch=keeps_batch))
+    return tuple(found)
 
 
-def _twice_the_memory(known: Known, choice: Choice) -> Change:
-    fit = known.section("fit")
-    line, limit = (fit or {}).get("line"), (fit or {}).get("limit_bytes")
-    if not line or not limit or line["bytes_per_sample"] <= 0:
-        return Change("twice the memory", note="what fits was not measured under a limit")
-    size = min(int((2 * limit - line["fixed_bytes"]) // line["bytes_per_sample"]), fit["limit"] if fit else 0)
-    made = plan(choice.plan.effective_batch, micro_batch=size, devices=choice.plan.devices, times=known.times)
-    ratio = _step_ratio(known, choice, made)
-    note = f"micro-batch {size:,} would fit" + ("" if ratio is None else "; the effective batch stays")
-    return Change(
-        "twice the memory", made.micro_batch, made.accumulation, made.effective_batch, ratio, "predicted", note
-    )
+def _made(
+    known: Known,
+    choice: Choice,
+    change: str,
+    note: str,
+    *,
+    largest: int,
+    keeps_batch: bool,
+    times_devices: int = 1,
+    slower: float = 1.0,
+) -> Change:
+    devices, wanted, times = choice.plan.devices * times_devices, choice.plan.effective_batch, known.times
+    if times is not None:
+        times = replace(times, alpha=times.alpha * slower, beta=times.beta * slower)
+        if choice.best is not None and choice.critical is not None and not keeps_batch:
+            best = soonest(choice.critical, times, devices, largest)
+            wanted = best.in_micro_batches or best.value
+    elif not keeps_batch:
+        wanted = largest * devices  # as the recommendation itself, where nothing else is known
+    made = plan(wanted, micro_batch=largest, devices=devices, samples=known.samples, times=times)
+    ratio = None
+    if times is not None and known.times is not None:
+        ratio = times.step_seconds(made.split) / known.times.step_seconds(choice.plan.split)
+        if choice.best is not None:
+            critical = choice.best.noise_scale
+            ratio *= steps_over_minimum(made.effective_batch, critical)
+            ratio /= steps_over_minimum(choice.plan.effective_batch, critical)
+    return Change(change, made.micro_batch, made.accumulation, made.effective_batch, ratio, "predicted", note)
 
 
-def _twice_the_devices(known: Known, choice: Choice, devices: int) -> Change:
-    times, best = known.times, choice.best
-    if times is None or best is None or choice.critical is None:
-        return Change("twice the devices", note="needs the critical batch and the time of a step")
-    more = soonest(choice.critical, times, 2 * devices, choice.plan.max_micro_batch)
-    wanted = more.in_micro_batches or more.value
-    made = plan(wanted, micro_batch=choice.plan.max_micro_batch, devices=2 * devices, times=times)
-    line, other = best.step_seconds, more.step_seconds
-    ratio = time_to_loss(made.effective_batch, best.noise_scale, other.fixed, other.per_sample) / time_to_loss(
-        choice.plan.effective_batch, best.noise_scale, line.fixed, line.per_sample
-    )
-    note = "without what devices take to talk to each other"
-    return Change(
-        "twice the devices", made.micro_batch, made.accumulation, made.effective_batch, ratio, "predicted", note
-    )
-
-
-def _checkpointing(known: Known) -> Change:
-    found = known.section("estimate") or {}
-    for saving in found.get("what_if", ()):
-        if "checkpoint" in saving["change"] and saving["peak_bytes"]:
-            share = saving["peak_bytes"] / found["peak_bytes"]["allocated"]
-            note = (
-                f"the peak at micro-batch {found['micro_batch']:,} falls to {100 * share:.0f} % of it; "
-                "recomputing takes about a third longer"
-            )
-            return Change("activation checkpointing", source="predicted", note=note)
-    return Change("activation checkpointing", note="was not traced")
-
-
-def _step_ratio(known: Known, choice: Choice, made: Plan) -> float | None:
-    times = known.times
-    if times is None:
-        return None
-    return times.step_seconds(made.split) / times.step_seconds(choice.plan.split)
+def _checkpointing(known: Known, choice: Choice, *, keeps_batch: bool) -> Change:
+    change, found, line = "activation checkpointing", known.section("estimate") or {}, known.memory_line
+    peaks = [saving["peak_bytes"] for saving in found.get("what_if", ()) if saving["change"] == change]
+    if not peaks or not peaks[0]:
+        return Change(change, note="was not traced")
+    peak, at, whole = peaks[0], found["micro_batch"], found["peak_bytes"]["allocated"]
+    note = f"the peak at micro-batch {at:,} falls to {100 * peak / whole:.0f} %; recomputing taken as a third longer"
+    if line is None:
+        return Change(change, note=note)
+    fixed = sum(found["parts"][name] or 0 for name in _FIXED_PARTS)
+    share = max(peak - fixed, 0) / max(whole - fixed, 1)
+    size = replace(line, bytes_per_sample=line.bytes_per_sample * share).largest(line.limit_bytes)
+    note = f"micro-batch {size:,} would fit: {note}"
+    return _made(known, choice, change, note, largest=size, slower=_RECOMPUTING, keeps_batch=keeps_batch)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.noise.best_batch import best_batch
 from batchwright.noise.efficiency import soonest_batch, time_to_loss
-from batchwright.noise.learning_rate_change import learning_rate_change
 from batchwright.planning.plan import plan
 
 if TYPE_CHECKING:
@@ -168,24 +167,3 @@ def curve(choice: Choice) -> tuple[dict[str, Any], ...]:
             {"effective_batch": size, "ratio": middle, "low": min([middle, *ends]), "high": max([middle, *ends])}
         )
     return tuple(rows)
-
-
-def learning_rate(
-    choice: Choice, optimizer: str | None, rate: float | None, tuned_at: int | None
-) -> dict[str, Any] | None:
-    """Return how the learning rate follows from the batch it was given for to the recommended one."""
-    if optimizer is None or rate is None or tuned_at is None or choice.critical is None:
-        return None
-    change = learning_rate_change(optimizer, tuned_at, choice.plan.effective_batch, choice.critical, learning_rate=rate)
-    if change.factor is None:
-        return None
-    ends = [rate * value for value in (change.factor.value, change.factor.low, change.factor.high)]
-    return {
-        "now": rate,
-        "at_batch": tuned_at,
-        "factor": change.factor.value,
-        "recommended": ends[0],
-        "low": ends[1],
-        "high": ends[2],
-        "rule": change.reason,
-    }

@@ -53,6 +53,7 @@ def describe_workload(workload: Workload, target: str | None, ask: Ask) -> dict[
         "batchwright": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "command": None if target is None else ask.command(target),
         **ask.to_dict(),
     }
 

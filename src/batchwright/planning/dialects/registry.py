@@ -49,6 +49,17 @@ def find_dialect(framework: str) -> Dialect:
     return cast("Dialect", importlib.import_module(f"batchwright.planning.dialects.{name}"))
 
 
+def snippet_with_rate(plan: Plan, framework: str, rate: float) -> str:
+    """Return the text to paste with the learning rate: as a setting where the framework has one, else as a remark."""
+    from batchwright.planning.dialects import transformers
+
+    if framework.lower() == "transformers":
+        return transformers.snippet(plan, learning_rate=rate)
+    text = find_dialect(framework).snippet(plan)
+    # JSON has no remarks.
+    return text if text.lstrip().startswith("{") else f"{text}\n\n# learning rate of the optimizer: {rate:.3g}"
+
+
 def unspoken_settings(plan: Plan, framework: str) -> list[str]:
     """Name what the plan asks for and the framework's settings cannot say."""
     asked = {

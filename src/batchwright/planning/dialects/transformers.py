@@ -28,9 +28,11 @@ def settings(plan: Plan) -> dict[str, Any]:
     }
 
 
-def snippet(plan: Plan) -> str:
+def snippet(plan: Plan, *, learning_rate: float | None = None) -> str:
     """A `TrainingArguments` call, and the command line that says the same."""
     arguments = settings(plan)
+    if learning_rate is not None:
+        arguments["learning_rate"] = float(f"{learning_rate:.3g}")
     # A false flag is left out: that is its default, and older parsers take no value after it.
     flags = [f"--{name} {value}" for name, value in arguments.items() if value is not False]
     launcher = f"torchrun --nproc-per-node {plan.devices}" if plan.devices > 1 else "python"
