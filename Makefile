@@ -17,9 +17,9 @@ help:
 
 demo: $(VENV)/.ready-to-run
 	@echo "A small GPT learns the characters of Python's own manual, within 64 MiB. Which batch? (about two minutes)"
-	@echo '$$ batchwright $(DEMO) --run demo.json'
+	@echo '$$ batchwright $(DEMO) --run-file demo.json'
 	@echo
-	@$(BIN)/batchwright $(DEMO) --run demo.json
+	@$(BIN)/batchwright $(DEMO) --run-file demo.json
 	@echo
 	@echo "Does splitting a batch change the training? 32 at once, 4 times 8 and 8 times 4, from the same weights:"
 	@echo '$$ python examples/three_splits.py'

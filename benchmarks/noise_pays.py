@@ -52,7 +52,6 @@ import numpy as np
 import torch
 from noise_pays_runs import (
     ROUNDS,
-    TRAINING_SECONDS,
     Cache,
     measured_stepper,
     rate_of,
@@ -191,9 +190,7 @@ def fitted_critical_batch(found: dict[str, Any]) -> tuple[float, float]:
 
 def told(measured: tuple[float, float, float]) -> str:
     value, low, high = measured
-    return (
-        f"{value:.2f} [{low:.2f}, {high:.2f}]" if math.isfinite(value) else f"not reached in {TRAINING_SECONDS:.0f} s"
-    )
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]" if math.isfinite(value) else "not reached in time"
 
 
 def print_task(task: Task, found: dict[str, Any]) -> dict[str, tuple[float, float, float]]:

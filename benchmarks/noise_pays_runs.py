@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from noise_pays_tasks import Task
 
-TRAINING_SECONDS = 20.0
 FIRST_EVALUATION, EVALUATION_SPACING, SMOOTHED = 16, 1.06, 5
 TUNING_SEEDS = (100, 101)
 ROUNDS, SECONDS_PER_VISIT = 40, 0.1
@@ -96,7 +95,7 @@ def steps_to_target(task: Task, model: torch.nn.Module, step: Callable[[], objec
         while done < stop:
             step()
             done += 1
-            if time.process_time() - begin > TRAINING_SECONDS:
+            if time.process_time() - begin > task.training_seconds:
                 return None
         with torch.no_grad():
             losses.append(loss_of(model, evaluation).item())

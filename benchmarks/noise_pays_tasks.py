@@ -49,6 +49,8 @@ class Task:
     target: float
     """Nats on the evaluation set."""
     evaluation_samples: int
+    training_seconds: float = 20.0
+    """Of CPU time, evaluation included, after which a training ends."""
 
 
 @dataclass(frozen=True)

@@ -61,14 +61,15 @@ TASK = Task(
     optimizer=lambda weights, rate: torch.optim.AdamW(weights, lr=rate),
     first_rate=8e-3,
     target=2.2,
-    evaluation_samples=512,
+    evaluation_samples=256,
+    training_seconds=120.0,
 )
 
 
 def recommended(threads: int, folder: Path) -> dict[str, Any]:
     """Run the demo's command, and return what it recommends."""
     file = folder / "run.json"
-    command = [sys.executable, "-m", "batchwright", *DEMO, "--run", str(file)]
+    command = [sys.executable, "-m", "batchwright", *DEMO, "--run-file", str(file)]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
     found: dict[str, Any] = json.loads(file.read_text())["recommendation"]
     rate = found["learning_rate"]["recommended"]

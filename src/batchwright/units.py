@@ -95,6 +95,7 @@ def shortened(value: object, width: int = 40) -> str:
         if isinstance(value, int) and value.bit_length() > 9999
         else repr(value)
     )
+    text = " ".join(text.split()) if "\n" in text else text
     head, tail = (width - 3 + 1) // 2, (width - 3) // 2 - 1
     return text if len(text) <= width else f"{text[:head]}...{text[-tail:]}"
 

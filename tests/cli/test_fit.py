@@ -152,7 +152,7 @@ class TestProbesForReal:
         assert "Error: Traceback" not in ran.err
 
     def test_a_bug_at_a_later_shape_tells_what_was_found_before_it(self, run: Run, file: Path) -> None:
-        ran = run("fit", f"{file}:buggy_at_two_copies", "--start", "1", "--limit", "1", "--shape", "copies=1,2,3")
+        ran = run("fit", f"{file}:buggy_at_two_copies", "--start-at", "1", "--limit", "1", "--shape", "copies=1,2,3")
         assert (ran.code, ran.out) == (3, "")
         *_, error, note = ran.err.splitlines()
         assert error.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
@@ -163,7 +163,7 @@ class TestProbesForReal:
     def test_a_limit_of_the_shell_is_the_budget_of_the_probes_and_is_said(self, file: Path, tmp_path: Path) -> None:
         limit_kib = 1_200_000
         command = [sys.executable, "-m", "batchwright", "fit", f"{file}:tells_its_limit", "--json"]
-        options = ["--start", "32", "--max-trials", "1"]
+        options = ["--start-at", "32", "--max-trials", "1"]
         shell = f"ulimit -S -d {limit_kib}; exec {shlex.join([*command, *options])}"
         done = subprocess.run(
             shell,
@@ -190,7 +190,7 @@ class TestProbesForReal:
         answer = tmp_path / "cache" / "fits" / f"{key}.json"
         answer.parent.mkdir(parents=True)
         answer.write_text('{"schema": 1, "key": "0000')
-        ran = run("fit", f"{file}:workload", "--start", "1", "--limit", "1")
+        ran = run("fit", f"{file}:workload", "--start-at", "1", "--limit", "1")
         assert ran.code == 0, ran.err
         assert "micro-batch 1 fits on cpu" in ran.out.splitlines()[0]
         said = " ".join(ran.out.split())
@@ -223,8 +223,8 @@ class TestProbesForReal:
         (["--limit", "9", "--scale", "copies:2=1.0"], "--scale needs an entry else=factor"),
         (["--limit", "9", "--scale", "copies"], "a scale table is written name:bound=factor"),
         (["--limit", "9", "--scale", "copies:2=1.0,else=0.5"], "--scale goes by copies, but the shape has no names."),
-        (["--limit", "4", "--start", "9"], "start 9 is above limit 4."),
-        (["--limit", "9", "--start", "2", "--scale", "copies:2=1.0,else=0.5"], "scale computes the start"),
+        (["--limit", "4", "--start-at", "9"], "start 9 is above limit 4."),
+        (["--limit", "9", "--start-at", "2", "--scale", "copies:2=1.0,else=0.5"], "scale computes the start"),
         (["--margin", "120%"], "--margin must be at least 0% and below 100%, such as 5% or 0.05; received '120%'."),
         (["--margin", "-5%"], "--margin must be at least 0%"),
         (["--margin", "5"], "--margin must be at least 0%"),
@@ -317,7 +317,7 @@ def table(*sizes: int | None) -> Fit:
 
 class TestWithoutProbes:
     def test_every_option_reaches_the_library(self, run: Run, library: Library) -> None:
-        options = ["--on", "cuda", "--memory", "1GiB", "--limit", "64", "--shape", "crops=2,4", "--start", "3"]
+        options = ["--on", "cuda", "--memory", "1GiB", "--limit", "64", "--shape", "crops=2,4", "--start-at", "3"]
         more = ["--powers-of-two", "--max-trials", "7", "--margin", "5%", "--evaluate"]
         last = ["--accumulation", "3", "--clip-norm", "1.5", "--no-cache"]
         assert run("fit", "t.py:w", *options, *more, *last).code == 0

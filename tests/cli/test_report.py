@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,13 +93,13 @@ def test_a_write_that_fails_leaves_the_report_before(
 ) -> None:
     page = tmp_path / "report.html"
     page.write_text("before")
-    write = Path.write_text
+    write = Path.write_bytes
 
-    def runs_full(file: Path, text: str, **options: str) -> int:
-        write(file, text[:100], **options)
+    def runs_full(file: Path, content: bytes) -> int:
+        write(file, content[:100])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", runs_full)
+    monkeypatch.setattr(Path, "write_bytes", runs_full)
     with pytest.raises(BatchwrightError, match="no space left on device"):
         report(run_file, "-o", page)
     assert page.read_text() == "before"
@@ -117,3 +119,40 @@ def test_nothing_is_written_where_the_picture_cannot_be(run_file: Path, tmp_path
     with pytest.raises(InvalidInputError, match=r"ends in \.png"):
         report(run_file, "-o", tmp_path / "report.html", "--png", tmp_path / "report.gif")
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_run_from_a_pipe_needs_a_name_for_its_page(run_file: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "batchwright", "report", "/dev/stdin"],
+        input=run_file.read_text(encoding="utf-8"),
+        capture_output=True,
+        text=True,
+    )
+    assert (ran.returncode, "-o report.html" in ran.stderr) == (2, True)
+    assert not Path("/dev/stdin.html").exists()
+
+
+def test_places_that_no_file_can_have_are_explained(run_file: Path, tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / ("x" * 300)):
+        with pytest.raises(BatchwrightError, match="cannot be written"):
+            report(run_file, "-o", place)
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_one_before(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture = tmp_path / "report.png"
+    picture.write_bytes(b"before")
+    write = Path.write_bytes
+
+    def runs_full(file: Path, content: bytes) -> int:
+        if content.startswith(b"\x89PNG"):
+            write(file, content[:100])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, content)
+
+    monkeypatch.setattr(Path, "write_bytes", runs_full)
+    with pytest.raises(BatchwrightError, match="No space left on device"):
+        report(run_file, "--png", picture)
+    assert picture.read_bytes() == b"before"
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".html", ".json", ".png"]

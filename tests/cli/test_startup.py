@@ -57,7 +57,7 @@ def test_planning_never_imports_torch_or_numpy(args: list[str]) -> None:
         ["json:loads", "--limit", "9", "--scale", "crops"],
         ["json:loads", "--scale", "crops:2=1.0,else=0.5"],
         ["json:loads", "--limit", "9", "--scale", "crops:2=1.0,else=0.5", "--shape", "depth=3"],
-        ["json:loads", "--limit", "4", "--start", "9"],
+        ["json:loads", "--limit", "4", "--start-at", "9"],
         ["json:loads", "--shape", "crops"],
         ["json:loads", "--shape", "crops=2,2"],
         ["json:loads", "--margin", "120%"],

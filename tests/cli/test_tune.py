@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+from torch.distributed.run import get_args_parser
 
-from batchwright.cli import _run
+from batchwright.cli import _run, group
 
 ROOT = Path(__file__).parents[2]
 TARGET = f"{ROOT / 'examples' / 'char_mlp.py'}:workload"
@@ -39,11 +41,37 @@ def test_ranks_of_torchrun_give_one_answer_and_one_run(tmp_path: Path) -> None:
     assert told["fit"]["ranks"] == 2
 
 
+def test_what_to_paste_is_printed_of_a_run_that_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["tune", TARGET, *QUICK, "--skip", "estimate,audit"]
+    assert _run(options) == 0
+    assert "what to type: batchwright report run.json" in capsys.readouterr().err
+    assert _run([*options, "--resume", "--for", "transformers"]) == 0
+    told = capsys.readouterr()
+    assert "TrainingArguments(" in told.out
+    assert "learning_rate=" in told.out
+    assert "= effective batch" in told.err
+
+
+@pytest.mark.parametrize("command", ["tune", "fit", "noise", "audit"])
+def test_torchrun_takes_no_option_for_its_own(command: str) -> None:
+    """Its parser takes a word that begins one of its options for that option, even behind the program's name."""
+    theirs = [name for action in get_args_parser()._actions for name in action.option_strings]
+    found = group.get_command(click.Context(group), command)
+    assert found is not None
+    for option in found.params:
+        for name in option.opts:
+            assert not any(name.startswith("--") and other.startswith(name) for other in theirs), name
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--skip", "nosie"], "no stage 'nosie' to skip"),
-        (["--run", "no/such/folder/run.json"], "for the run"),
+        (["--for", "transfomers"], "transformers"),
+        (["--run-file", "no/such/folder/run.json"], "for the run"),
         (["--on", "cuda"], "finds no cuda device"),
         (["--on", "a100-41gb"], "a100-40gb"),
         (["--resume"], "no run to resume"),

@@ -214,3 +214,26 @@ def test_accelerate_with_even_samples_is_right_but_for_its_tail() -> None:
 def test_what_is_no_trainer_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="audit takes a Workload"):
         audit(nn.Linear(1, 1))
+
+
+class WidePairs(nn.Module):
+    """A regression in fp64 that scales its loss by the count it is given, as a Trainer expects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1).double()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": F.mse_loss(self.layer(x).squeeze(-1), labels)}
+
+
+def test_a_trainer_of_fp64_is_audited_in_fp64(tmp_path: Path) -> None:
+    rows = [{"x": torch.randn(3).double(), "labels": torch.randn(()).double()} for _ in range(8)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=4, report_to=[], use_cpu=True
+    )
+    model = WidePairs()
+    found = audit(transformers.Trainer(model, arguments, train_dataset=rows))
+    assert (found.exact, found.dtype) == (True, "fp64")
+    assert model.layer.weight.dtype == torch.float64

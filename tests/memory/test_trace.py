@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import batchwright as bw
 from batchwright.device.step import run_probe
 from batchwright.errors import InvalidInputError
 from batchwright.memory.breakdown import break_down, part_of
@@ -331,3 +332,13 @@ class TestRouting:
     def test_another_word_is_refused(self) -> None:
         with pytest.raises(InvalidInputError, match="routing must be one of balanced, worst; received 'even'"):
             trace_workload(make_linear(), 4, routing="even")
+
+
+def test_a_module_that_the_step_makes_can_be_moved_and_cast() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        made = nn.Linear(8, 8).to(batch.device).double().float()
+        out: torch.Tensor = made(model(batch)).pow(2).mean()
+        return out
+
+    workload = bw.Workload(model=lambda: nn.Linear(8, 8), batch=lambda n: torch.randn(n, 8), loss=loss)
+    assert bw.estimate(workload, micro_batch=4).peak_bytes.allocated

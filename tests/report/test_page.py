@@ -233,3 +233,17 @@ def test_numbers_are_those_of_the_file() -> None:
         assert re.sub(r"\s+", " ", config) in text
     assert "0.93\N{MULTIPLICATION SIGN}" in text
     assert "16 November 2026, 15:41 UTC" in text
+
+
+def test_of_a_traceback_the_page_says_the_last_line() -> None:
+    run = sample()
+    run["fit"] = {"skipped": "failed: Traceback (most recent call last):\n  File 'train.py'\nValueError: no such size"}
+    text = Reader(draw_page(run)).text
+    assert "Not in this run: failed: ValueError: no such size." in text
+    assert "Traceback" not in text
+
+
+def test_a_name_does_not_turn_the_words_after_it_around() -> None:
+    run = sample()
+    run["workload"]["name"] = "tiny\u202e"
+    assert "\u202e" not in draw_page(run)

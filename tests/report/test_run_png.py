@@ -55,3 +55,15 @@ def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
         draw_png(sample(), tmp_path / "run.gif")
     with pytest.raises(BatchwrightError, match="cannot be written"):
         draw_png(sample(), tmp_path / "nowhere" / "run.png")
+
+
+@pytest.mark.parametrize("name", ["x" * 10_000, "word " * 3000, "\x00\ud800", "\u202e\u05d0\U0001f600"])
+@pytest.mark.filterwarnings("error")
+def test_texts_of_any_kind_leave_room_for_the_charts(name: str, tmp_path: Path) -> None:
+    run = sample()
+    run["workload"]["name"] = name
+    run["estimate"]["parts"][name] = 2**24
+    run["noise"]["critical_batch"]["unit"] = name
+    run["throughput"] = {"skipped": name}
+    draw_png(run, tmp_path / "run.png")
+    assert size_of(tmp_path / "run.png")

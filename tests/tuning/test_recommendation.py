@@ -112,7 +112,9 @@ def test_branches_tell_the_learning_rate_too() -> None:
     assert (rate["source"], rate["at_batch"]) == ("measured", None)
     assert "on a line between them" in rate["rule"]
     assert "outside" in advised(by_hand(branches=branches), effective_batch=1024)["learning_rate"]["rule"]
-    assert "learning_rate=0.0012," in advised(by_hand(branches=branches), effective_batch=128)["configs"]["transformers"]
+    assert (
+        "learning_rate=0.0012," in advised(by_hand(branches=branches), effective_batch=128)["configs"]["transformers"]
+    )
 
 
 def test_the_curve_is_least_at_the_best_batch_and_has_a_band() -> None:

@@ -79,6 +79,16 @@ class Gradient:
         return self.norm > 0 and all(bool((value.to(dtype).double() == value).all()) for value in values)
 
 
+def width_of(model: nn.Module) -> str:
+    """Return the format to compare a model's gradients in: fp64 where every weight is that wide, else fp32.
+
+    >>> width_of(torch.nn.Linear(1, 1)), width_of(torch.nn.Linear(1, 1).double())
+    ('fp32', 'fp64')
+    """
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return "fp64" if kinds == {torch.float64} else "fp32"
+
+
 def combined(gradients: Sequence[Gradient], weights: Sequence[float]) -> Gradient:
     """Return the weighted sum."""
     names = gradients[0].by_name

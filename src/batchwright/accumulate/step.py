@@ -108,3 +108,8 @@ class Step:
         if self.skipped:
             parts.append(f"skipped: {self.skipped}")
         return ", ".join(parts)
+
+    def _repr_html_(self) -> str:
+        from batchwright.report.html import text_to_html
+
+        return text_to_html(str(self))

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     help="An argument of the workload's batch; several values give a table.",
 )
 @click.option("--shape-from", type=Count(least=0), help="Leave out values of --shape below this one.")
-@click.option("--start", type=Count(), help="Start from this size and grow by half.")
+@click.option("--start-at", "start", type=Count(), help="Start from this size and grow by half.")
 @click.option("--scale", metavar="TABLE", help="Start from a share of --limit: max_crops:2=1.0,4=0.8,else=0.5.")
 @click.option("--powers-of-two", is_flag=True, help="Try powers of two only.")
-@click.option("--max-trials", type=Count(), help="Probes per shape.  [default: 40; 5 with --start or --scale]")
+@click.option("--max-trials", type=Count(), help="Probes per shape.  [default: 40; 5 with --start-at or --scale]")
 @click.option("--margin", default="0%", show_default=True, help="Memory to keep free: 5% or 0.05.")
 @click.option("--evaluate", is_flag=True, help="Also find the size for evaluation.")
 @click.option("--accumulate-to", type=Count(), metavar="EFFECTIVE", help="Also plan this effective batch.")

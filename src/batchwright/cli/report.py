@@ -33,7 +33,7 @@ def command(run_file: str, output: str | None, png: str | None, as_json: bool) -
     from batchwright.tuning.run_file import read_run_file
 
     run = read_run_file(run_file)
-    page = Path(output) if output is not None else Path(run_file).with_suffix(".html")
+    page = Path(output) if output is not None else _beside(Path(run_file))
     _check_places(Path(run_file), page, None if png is None else Path(png))
     if png is not None:
         from batchwright.report.run_png import check_png
@@ -56,7 +56,8 @@ def _check_places(run_file: Path, page: Path, png: Path | None) -> None:
     from batchwright.errors import InvalidInputError
 
     for place in (page, *([] if png is None else [png])):
-        if place.absolute() == run_file.absolute() or (place.exists() and place.samefile(run_file)):
+        # os.path: a name that is too long is told of when it is written.
+        if place.absolute() == run_file.absolute() or (os.path.exists(place) and place.samefile(run_file)):
             raise InvalidInputError(f"'{place}' is the run itself.", remedy="another name: -o report.html")
     if png is not None and png.absolute() == page.absolute():
         raise InvalidInputError(
@@ -64,28 +65,31 @@ def _check_places(run_file: Path, page: Path, png: Path | None) -> None:
         )
     for place in (page, *([] if png is None else [png])):
         if not place.absolute().parent.is_dir():
-            raise _cannot_write(place, "there is no such folder")
+            raise _cannot_write(place, "there is no such folder", option="--png" if place is png else "-o")
+
+
+def _beside(run_file: Path) -> Path:
+    from batchwright.errors import InvalidInputError
+
+    if not run_file.is_file() or run_file.absolute().is_relative_to("/dev"):  # such as /dev/stdin
+        raise InvalidInputError(f"'{run_file}' is no file that a page could stand beside.", remedy="-o report.html")
+    return run_file.with_suffix(".html")
 
 
 def _write(page: Path, text: str) -> str:
-    # Beside first, so that a full disk leaves the report before; not where the place is no plain file (/dev/stdout).
-    is_plain = page.is_file() or not page.exists()
-    file = page.with_name(f".{page.name}.{os.getpid()}") if is_plain else page
+    from batchwright.tuning.run_file import replace_file
+
     try:
-        file.write_text(text, encoding="utf-8")
-        if is_plain:
-            file.replace(page.resolve())
+        replace_file(page, text.encode())
     except OSError as error:
-        if is_plain:
-            file.unlink(missing_ok=True)
         raise _cannot_write(page, error.strerror or str(error)) from None
     return str(page)
 
 
-def _cannot_write(place: Path, why: str) -> BatchwrightError:
+def _cannot_write(place: Path, why: str, *, option: str = "-o") -> BatchwrightError:
     from batchwright.errors import BatchwrightError
 
     return BatchwrightError(
         f"the report cannot be written to '{place}': {why[:1].lower()}{why[1:]}.",
-        remedy="another place: -o FILE, in a folder that exists and has room",
+        remedy=f"another place: {option} FILE, in a folder that exists and has room",
     )

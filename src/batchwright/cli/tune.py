@@ -12,6 +12,7 @@ import click
 
 from batchwright.cli.options import Amount, Count, json_option, print_found
 from batchwright.errors import InvalidInputError
+from batchwright.planning.dialects.registry import FRAMEWORKS, find_dialect
 from batchwright.units import parse_whole_number
 
 if TYPE_CHECKING:
@@ -33,10 +34,13 @@ if TYPE_CHECKING:
 @click.option("--branches", metavar="LIST", help="Also train short branches at these batches, such as 16,32,64,128.")
 @click.option("--seed", type=Count(least=0), default=0, show_default=True, help="For weights, order and samples.")
 @click.option("--skip", metavar="STAGES", help="Leave out fit, estimate, throughput, audit, noise or branches.")
-@click.option("--run", "file", metavar="FILE", default="run.json", show_default=True, help="Where the run is written.")
+@click.option(
+    "--run-file", "file", metavar="FILE", default="run.json", show_default=True, help="Where the run is written."
+)
+@click.option("--for", "framework", metavar="FRAMEWORK", help=f"Print what to paste into: {', '.join(FRAMEWORKS)}.")
 @click.option("--resume", is_flag=True, help="Go on with the run that is in that file.")
 @json_option
-def command(target: str, as_json: bool, **options: Any) -> int:
+def command(target: str, framework: str | None, as_json: bool, **options: Any) -> int:
     """Tune a workload: what fits, how fast, is accumulation right, how large pays, and what to type.
 
     TARGET is a workload (path.py:function or module:function). Each stage can be skipped; one that fails does not take
@@ -45,6 +49,7 @@ def command(target: str, as_json: bool, **options: Any) -> int:
     \b
     batchwright tune train.py:workload --memory 16GiB
     batchwright tune train.py:workload --on a100-40gb --devices 8
+    batchwright tune train.py:workload --resume --for transformers
     torchrun --nproc-per-node 2 -m batchwright tune train.py:workload
     """
     from batchwright.cli.estimate import parse_shape
@@ -60,19 +65,28 @@ def command(target: str, as_json: bool, **options: Any) -> int:
         raise InvalidInputError(
             f"--devices {options['devices']} under torchrun with {ranks} ranks.", remedy=f"--devices {ranks}"
         )
+    if framework is not None:
+        find_dialect(framework)
     find_target(target)
     folder = Path(options["file"]).resolve().parent
     if not folder.is_dir():
-        raise InvalidInputError(f"no folder '{folder}' for the run.", remedy="--run FILE in a folder that exists")
+        raise InvalidInputError(f"no folder '{folder}' for the run.", remedy="--run-file FILE in a folder that exists")
     speaks = os.environ.get("RANK", "0") == "0"
     if not speaks:
         options["file"], options["resume"] = None, False
     found = _tune(target, options, speaks=speaks)
     if not speaks:
         return 0
+    advised = found.run["recommendation"]
+    if framework is not None and "skipped" not in advised and not as_json:
+        # Only what is to be pasted goes to stdout, so that `> config.json` is a config.
+        click.echo(str(found), err=True)
+        click.echo(advised["configs"][framework.lower()])
+        return 0
     print_found(found, as_json=as_json)
-    click.echo(f"the run is in {options['file']}", err=True)
-    return int("skipped" in found.run["recommendation"])
+    more = f"batchwright report {options['file']}, or --resume --for {FRAMEWORKS[0]}"
+    click.echo(f"the run is in {options['file']}; what to type: {more}", err=True)
+    return int("skipped" in advised)
 
 
 def _tune(target: str, options: dict[str, Any], *, speaks: bool) -> Tuned:

@@ -17,7 +17,7 @@ from batchwright.accumulate.audit import audit_subject
 from batchwright.accumulate.caught_window import CaughtWindow
 from batchwright.accumulate.checks import batch_norms
 from batchwright.accumulate.freezing import frozen_statistics
-from batchwright.accumulate.gradients import Gradient
+from batchwright.accumulate.gradients import Gradient, width_of
 from batchwright.accumulate.without_dropout import without_dropout
 from batchwright.device.batches import tensors_in
 from batchwright.device.joining import join
@@ -47,8 +47,6 @@ def audit_trainer(trainer: Any) -> Audit:
 class TrainerSubject:
     """A trainer made ready to be compared with itself; a micro-batch is a list of samples before they are collated."""
 
-    dtype = "fp32"
-
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._probes = TrainerProbes(trainer)
@@ -63,7 +61,10 @@ class TrainerSubject:
             self.notes.append("the weights are 16 bits wide; they were compared in fp32")
         self._collated: dict[int, Any] | None = None
         self._samples = self._first_window()
-        self.model = copy.deepcopy(trainer.model).float()
+        self.dtype = width_of(trainer.model)
+        model = copy.deepcopy(trainer.model)
+        # As wide as its data: a model of fp64 in fp32 could not take its own batches.
+        self.model = model if self.dtype == "fp64" else model.float()
         self.model.zero_grad(set_to_none=True)
 
     @property

@@ -61,6 +61,11 @@ class ExactLoss:
         changes = f"changed: {'; '.join(self.changed)}" if self.changed else "nothing was changed"
         return f"{self.head.head}: {self.reason}; {changes}"
 
+    def _repr_html_(self) -> str:
+        from batchwright.report.html import text_to_html
+
+        return text_to_html(str(self))
+
 
 def exact_loss(trainer: Any, *, batch: Mapping[str, Any] | None = None) -> ExactLoss:
     """Make a Trainer exact under accumulation where its model's head is not; say what was changed.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from batchwright.accumulate.audit_result import TOLERANCES, Audit, SplitAudit
 from batchwright.accumulate.causes import BATCH_NORM, NOT_ADDITIVE, UNKNOWN, cause_by_weights
 from batchwright.accumulate.checks import batch_norms
-from batchwright.accumulate.gradients import Gradient, compare_modules
+from batchwright.accumulate.gradients import Gradient, compare_modules, width_of
 from batchwright.accumulate.undisturbed import without_autocast
 from batchwright.accumulate.without_dropout import without_dropout
 from batchwright.device.cutting import num_samples
@@ -74,8 +74,8 @@ class FirstWindow:
             parts = [self._of(batch) for batch in self._batches]
         finally:
             self.leave()
-        error = self._gradient.error_to(reference)
-        is_exact = error is not None and error <= TOLERANCES["fp32"]
+        error, dtype = self._gradient.error_to(reference), width_of(self._model)
+        is_exact = error is not None and error <= TOLERANCES[dtype]
         sizes = tuple(num_samples(batch) or 1 for batch in self._batches)
         cause = None
         if not is_exact:
@@ -86,7 +86,7 @@ class FirstWindow:
         return Audit(
             name=self._name,
             what=self._what,
-            dtype="fp32",
+            dtype=dtype,
             splits=(split,),
             worst=split,
             modules=compare_modules(self._gradient, reference),

@@ -53,6 +53,11 @@ class HeadCheck:
     def __str__(self) -> str:
         return f"{self.head}: {self.reason}"
 
+    def _repr_html_(self) -> str:
+        from batchwright.report.html import text_to_html
+
+        return text_to_html(str(self))
+
 
 def check_head(model: torch.nn.Module, batch: Mapping[str, Any]) -> HeadCheck:
     """Find out whether a head's loss follows the item count, from one micro-batch and two counts.

@@ -25,6 +25,7 @@ from batchwright.memory.outside_tensors import users_line
 from batchwright.memory.refusals import TORCHS_OWN, NotFollowedError, place_in_torch, values_stay_inside
 from batchwright.memory.trace import Trace
 from batchwright.simulated.compiled_as_eager import compiled_as_eager
+from batchwright.simulated.moved_modules import modules_move_in_place
 from batchwright.simulated.redirected_calls import RedirectedCalls
 from batchwright.simulated.simulated_ranks import simulated_ranks
 
@@ -119,6 +120,7 @@ def _trace_on(
     with ExitStack() as stack:
         stack.enter_context(kept_random_state())
         stack.enter_context(values_stay_inside())
+        stack.enter_context(modules_move_in_place())
         stack.enter_context(mode)
         stack.enter_context(trace)
         if trace.card is not None:

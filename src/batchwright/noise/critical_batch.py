@@ -84,7 +84,7 @@ class CriticalBatch:
     def __str__(self) -> str:
         if self.resolved:
             return f"{figure(self.value)} [{figure(self.low)}, {figure(self.high)}] {self.unit}"
-        needed = "" if self.steps_needed is None else f"; about {self.steps_needed:,} more steps"
+        needed = "" if not self.steps_needed else f"; about {self.steps_needed:,} more steps"
         return f"at least {figure(self.low)} {self.unit} (upper end not resolved{needed})"
 
 

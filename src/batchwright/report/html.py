@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
+
+from batchwright.report.page.markup import html
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,10 +19,19 @@ def table_to_html(summary: str, columns: Columns, remarks: Iterable[str]) -> str
     >>> table_to_html("two", [], ["no rows"])
     '<p><b>two</b></p><p>no rows</p>'
     """
-    head = "".join(f"<th>{escape(heading)}</th>" for heading, _ in columns)
+    head = "".join(f"<th>{html(heading)}</th>" for heading, _ in columns)
     body = "".join(
-        "<tr>" + "".join(f'<td style="text-align:right">{escape(cell)}</td>' for cell in cells) + "</tr>"
+        "<tr>" + "".join(f'<td style="text-align:right">{html(cell)}</td>' for cell in cells) + "</tr>"
         for cells in zip(*(cells for _, cells in columns), strict=True)
     )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if columns else ""
-    return f"<p><b>{escape(summary)}</b></p>{table}<p>{'<br>'.join(escape(remark) for remark in remarks)}</p>"
+    return f"<p><b>{html(summary)}</b></p>{table}<p>{'<br>'.join(html(remark) for remark in remarks)}</p>"
+
+
+def text_to_html(text: str) -> str:
+    """Draw a result that is one line.
+
+    >>> text_to_html("loss < 2")
+    '<p>loss &lt; 2</p>'
+    """
+    return f"<p>{html(text)}</p>"

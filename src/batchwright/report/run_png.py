@@ -5,6 +5,7 @@ It shows what the page shows (report/page/series.py); a chart whose section was 
 
 from __future__ import annotations
 
+import io
 import textwrap
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from batchwright.errors import BatchwrightError, InvalidInputError, import_extra
 from batchwright.report.page.answer import answer_sentence
 from batchwright.report.page.figures import memory
+from batchwright.report.page.markup import printable
 from batchwright.report.page.reading import Data, number_in, section_of, text_in, why_missing
 from batchwright.report.page.series import (
     good_range,
@@ -23,6 +25,7 @@ from batchwright.report.page.series import (
     speeds,
     times_to_target,
 )
+from batchwright.tuning.run_file import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,6 +61,7 @@ def check_png(path: str) -> None:
 def draw_png(run: Data, path: str | Path) -> None:
     """Draw a run's main charts to a PNG file."""
     check_png(str(path))
+    run = _drawable(run)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -74,19 +78,30 @@ def draw_png(run: Data, path: str | Path) -> None:
         picture = Figure(figsize=(11, 9.5), layout="constrained", facecolor="white")
         name = text_in(section_of(run, "workload"), "name") or "a run"
         title = "\n".join(textwrap.wrap(answer_sentence(run), 80))
-        picture.suptitle(f"{textwrap.shorten(name, 90)}\n{title}", x=0.01, ha="left", fontsize=13)
+        picture.suptitle(f"{name[:90]}\n{title}", x=0.01, ha="left", fontsize=13)
         for place, (heading, section, draw) in enumerate(_CHARTS, 1):
             axes = picture.add_subplot(3, 2, place)
             axes.set_title(heading, loc="left", fontsize=10, fontweight="bold")
             if not draw(run, axes):
                 _say_missing(axes, why_missing(run, section) if section_of(run, section) is None else "nothing to draw")
-        try:
-            picture.savefig(path, dpi=150)
-        except OSError as error:
-            raise BatchwrightError(
-                f"the picture cannot be written to '{path}': {error.strerror or error}.",
-                remedy="another place: --png FILE, in a folder that exists and has room",
-            ) from None
+        drawn = io.BytesIO()
+        picture.savefig(drawn, format="png", dpi=150)
+    try:
+        replace_file(Path(path), drawn.getvalue())
+    except OSError as error:
+        raise BatchwrightError(
+            f"the picture cannot be written to '{path}': {error.strerror or error}.",
+            remedy="another place: --png FILE, in a folder that exists and has room",
+        ) from None
+
+
+def _drawable(value: Any, longest: int = 300) -> Any:
+    """Return a run whose texts matplotlib can draw: none so long that no room is left for the charts."""
+    if isinstance(value, dict):
+        return {_drawable(name, 30): _drawable(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_drawable(each) for each in value]
+    return " ".join(printable(value)[:longest].split()) if isinstance(value, str) else value
 
 
 def _say_missing(axes: Any, reason: str) -> None:

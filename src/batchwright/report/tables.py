@@ -21,13 +21,16 @@ def draw_table(summary: str, columns: Columns, remarks: Iterable[str], *, left: 
     from rich.console import Group
     from rich.text import Text
 
+    told = [Text(remark) for remark in remarks]
+    if not columns:  # nothing was found: then what is said about it is the answer
+        return Group(Text(summary, style="bold"), *([Text(), *told] if told else []))
     heads, *rows = table_lines(columns, left=left)
     lines = [Text(line, no_wrap=True, overflow="ignore") for line in heads.split("\n")]
     lines += [
         Text(row, no_wrap=True, overflow="ignore", style="bold" if number == 0 else "")
         for number, row in enumerate(rows)
     ]
-    return Group(Text(summary, style="bold"), Text(), *lines, Text(), *(Text(remark) for remark in remarks))
+    return Group(Text(summary, style="bold"), Text(), *lines, Text(), *told)
 
 
 def table_lines(columns: Columns, *, left: int = 0) -> list[str]:

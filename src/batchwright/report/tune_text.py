@@ -27,7 +27,7 @@ def summarize_tuned(tuned: Tuned) -> str:
     )
     good = advised["range_within_5_percent"]
     told = f"{split} ({advised['source']})"
-    return told if good is None else f"{told}; {good[0]:,} to {good[1]:,} are as good"
+    return told if good is None or good[0] == good[1] else f"{told}; {good[0]:,} to {good[1]:,} are as good"
 
 
 def tuned_columns(tuned: Tuned) -> Columns:
@@ -56,15 +56,20 @@ def tuned_remarks(tuned: Tuned) -> Iterator[str]:
         if rate is not None:
             at = f" at an effective batch of {rate['at_batch']:,}" if rate["at_batch"] else " of the workload"
             span = f"{rate['recommended']:.3g} [{rate['low']:.3g}, {rate['high']:.3g}]"
-            yield f"learning rate: {rate['now']:g}{at} becomes {span}"
+            if rate["at_batch"]:
+                span += "; is yours for another batch, say so: --noise-batch"
+            yield f"learning rate: {rate['now']:g}{at} becomes {span}."
         yield from (f"why: {reason}." for reason in advised["reasons"])
         yield from (f"assumed: {text}." for text in advised["assumes"])
         yield from (f"{change['change']}: {change['note']}." for change in advised["changes"] if change["note"])
         yield from (f"note: {note}." for note in advised["notes"])
+    yield from (f"throughput: {note}." for note in run["throughput"].get("notes", ()))
     audit = run["audit"]
     if isinstance(audit.get("exact"), bool):
-        told = "exact" if audit["exact"] else "NOT the gradient of the big batch: batchwright audit names the cause"
-        yield f"accumulation: {told}."
+        told = "exact" if audit["exact"] else f"NOT the gradient of the big batch ({audit['cause'] or 'cause unknown'})"
+        yield f"accumulation: {told}, for {audit['what']}."
+        if not audit["exact"]:
+            yield "accumulation: bw.Accumulator makes it so; batchwright audit tells more, of your own loop too."
     for name, section in run.items():
         why = section.get("skipped") if isinstance(section, dict) else None
         # Without a recommendation its reason is the summary, and the plan's is the same.

@@ -52,6 +52,12 @@ class Known:
         return size if isinstance(size, int) else None
 
     @property
+    def why_no_larger(self) -> str:
+        """Why the fit ended where it did, in its own words."""
+        fit = self.section("fit") or {}
+        return str(fit.get("reason") or "no larger one was asked for")
+
+    @property
     def memory_line(self) -> MemoryLine | None:
         """What a sample takes near the answer, where there was a limit: measured by the fit, else as predicted."""
         fit, estimate = self.section("fit"), self.section("estimate")

@@ -45,7 +45,7 @@ def what_would_change(known: Known, choice: Choice, *, keeps_batch: bool) -> tup
         found.append(Change("twice the memory", note="what fits was not measured under a limit"))
     else:
         size = limit.largest(2 * limit.limit_bytes)
-        note = f"micro-batch {size:,} would fit"
+        note = f"micro-batch {size:,} would fit" + (", and larger ones were not asked for" * (size >= limit.limit))
         found.append(_made(known, choice, "twice the memory", note, largest=size, keeps_batch=keeps_batch))
     if known.times is None or choice.best is None:
         found.append(Change("twice the devices", note="needs the critical batch and the time of a step"))
@@ -89,10 +89,10 @@ def _made(
 
 def _checkpointing(known: Known, choice: Choice, *, keeps_batch: bool) -> Change:
     change, found, line = "activation checkpointing", known.section("estimate") or {}, known.memory_line
-    peaks = [saving["peak_bytes"] for saving in found.get("what_if", ()) if saving["change"] == change]
-    if not peaks or not peaks[0]:
-        return Change(change, note="was not traced")
-    peak, at, whole = peaks[0], found["micro_batch"], found["peak_bytes"]["allocated"]
+    traced = next((saving for saving in found.get("what_if", ()) if saving["change"] == change), None)
+    if traced is None or not traced["peak_bytes"]:
+        return Change(change, note=(traced or {}).get("note") or "was not traced")
+    peak, at, whole = traced["peak_bytes"], found["micro_batch"], found["peak_bytes"]["allocated"]
     note = f"the peak at micro-batch {at:,} falls to {100 * peak / whole:.0f} %; recomputing taken as a third longer"
     if line is None:
         return Change(change, note=note)

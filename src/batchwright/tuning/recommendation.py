@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from batchwright.noise.best_batch import best_batch
 from batchwright.noise.efficiency import soonest_batch, time_to_loss
 from batchwright.planning.plan import plan
+from batchwright.units import counted
 
 if TYPE_CHECKING:
     from batchwright.noise.best_batch_result import BestBatch
@@ -115,8 +116,8 @@ def choose(
         wanted = best.in_micro_batches or best.value
         low, high = best.range_within_5_percent
         reasons.append(
-            f"{best.value:,} samples reach the loss soonest at a critical batch of {critical}; {low:,} to {high:,} "
-            "are within 5 %"
+            f"{counted(best.value, 'sample')} per step would reach the loss soonest at a critical batch of "
+            f"{in_samples}; {low:,} to {high:,} are within 5 %"
         )
     else:
         wanted = largest * devices
@@ -124,13 +125,12 @@ def choose(
         assumes.append(f"{what} was not measured: the effective batch is one micro-batch on each device, not a choice")
     made = plan(wanted, micro_batch=largest, devices=devices, samples=known.samples, times=times)
     if fits is not None:
-        is_limit = (known.section("fit") or {}).get("limit") == fits
-        reasons.append(
-            f"micro-batch {fits:,} fits, and no larger one was asked for"
-            if is_limit
-            else f"micro-batch {fits:,} is the largest that fits"
-        )
-    is_measured = best is not None and fits is not None
+        reasons.append(f"micro-batch {fits:,} fits; {known.why_no_larger}")
+    is_timed = times is not None and times.covers(made.micro_batch)
+    if times is not None and not is_timed:
+        timed = sorted(point.micro_batch for point in times.points)
+        assumes.append(f"a micro-batch of {made.micro_batch:,} is outside those timed, {timed[0]:,} to {timed[-1]:,}")
+    is_measured = best is not None and fits is not None and is_timed
     source = "measured" if is_measured else "predicted"
     return Choice(made, best, in_samples or critical, critical_from, tuple(reasons), tuple(assumes), source)
 

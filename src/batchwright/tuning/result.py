@@ -31,6 +31,11 @@ class Tuned:
         """Return the run as plain data, the same as `batchwright tune --json` prints and as its file holds."""
         return self.run
 
+    def __str__(self) -> str:
+        from batchwright.report.tune_text import summarize_tuned
+
+        return summarize_tuned(self)
+
     def __rich__(self) -> RenderableType:
         from batchwright.report.tune_text import draw_tuned
 

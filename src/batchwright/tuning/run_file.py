@@ -2,13 +2,16 @@
 
 Promises:
 - a file is replaced at once: a full disk, or a process that is killed, leaves the one before;
+- only a plain file is replaced: a device or a pipe is written into, a link stays a link;
 - every section is there: what `--json` of its command prints, or `{"skipped": reason}`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,27 @@ from batchwright.errors import BatchwrightError, InvalidInputError
 
 KIND, SCHEMA = "batchwright run", 1
 SECTIONS = ("workload", "estimate", "fit", "throughput", "audit", "noise", "plan", "recommendation")
+_NUMBER = (int, float)
+_MAYBE = (*_NUMBER, None)
+_CRITICAL = {
+    **dict.fromkeys(("value", "low", "high", "trace", "signal", "steps_needed"), _MAYBE),
+    "unit": str,
+    "observations": int,
+}
+_LINE = {"fixed_bytes": _NUMBER, "bytes_per_sample": _NUMBER}
+# What a run that is taken up again reads of each section (known.py, advise_run.py); everything else is only shown.
+_NEEDED: dict[str, dict[str, Any]] = {
+    "workload": {"name": str, "samples": (int, None), "optimizer": (str, None), "learning_rate": _MAYBE},
+    "estimate": {"micro_batch": int, "peak_bytes": dict, "grows_with_batch": dict, "what_if": [{"change": str}]},
+    "fit": {"micro_batch": int, "limit": _MAYBE, "limit_bytes": _MAYBE, "line": (_LINE, None), "peak_bytes": dict},
+    "throughput": {
+        "fastest_micro_batch": int,
+        "times": {"points": [{"micro_batch": int, "seconds": _NUMBER, "accumulation": (int, None)}]},
+    },
+    "audit": {"exact": (bool, None)},
+    "noise": {"effective_batch": _NUMBER, "critical_batch": _CRITICAL},
+    "branches": {"ratio": _MAYBE, "critical_batch": _CRITICAL},
+}
 
 
 def new_run(created: str) -> dict[str, Any]:
@@ -39,17 +63,32 @@ def is_done(section: dict[str, Any]) -> bool:
 
 
 def write_run(run: dict[str, Any], file: Path) -> None:
-    """Replace the file by this run."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    """Replace the file by this run; a number that is none, or infinite, is written as null."""
+    text = json.dumps(_finite(run), indent=1, allow_nan=False) + "\n"
     try:
-        beside.write_text(json.dumps(run, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        beside.replace(file)
+        replace_file(file, text.encode())
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise BatchwrightError(
             f"the run cannot be written to '{file}': {error.strerror or error}.",
-            remedy="another place: --run FILE, in a folder that exists and has room",
+            remedy="another place: --run-file FILE, in a folder that exists and has room",
         ) from None
+
+
+def replace_file(file: Path, content: bytes) -> None:
+    """Write a file beside and put it in its place, or leave the one before and raise OSError."""
+    # To replace a device would destroy it: as root, `--run-file /dev/null` would take it from the whole machine.
+    if file.exists() and not file.is_file():
+        file.write_bytes(content)
+        return
+    place = Path(os.path.realpath(file))
+    beside = place.parent / f".{place.name}.{os.getpid()}"
+    try:
+        beside.write_bytes(content)
+        beside.replace(place)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
 
 
 def read_run_file(file: str | Path) -> dict[str, Any]:
@@ -59,32 +98,79 @@ def read_run_file(file: str | Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InvalidInputError(
-            f"no run at '{path}'.", remedy="batchwright tune TARGET writes one; --run FILE says where"
+            f"no run at '{path}'.", remedy="batchwright tune TARGET writes one; --run-file FILE says where"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror or str(error)).lower() if isinstance(error, OSError) else "it is no text"
         raise InvalidInputError(
-            f"the run at '{path}' cannot be read: {error}.", remedy="the file that tune wrote"
+            f"the run at '{path}' cannot be read: {why}.", remedy="the file that tune wrote"
         ) from None
     try:
-        run = json.loads(text)
+        run = _finite(json.loads(text))
     except (ValueError, RecursionError) as error:
         place = f" from line {error.lineno} on" if isinstance(error, json.JSONDecodeError) else ""
-        raise InvalidInputError(
-            f"the run at '{path}' is damaged: it is no JSON{place} ({error}).",
-            remedy="batchwright tune TARGET --run FILE, which writes it anew",
-        ) from None
+        raise _damaged(path, f"it is no JSON{place} ({error})") from None
     if not isinstance(run, dict) or run.get("kind") != KIND:
         raise InvalidInputError(f"'{path}' is no run of batchwright tune.", remedy="the file that tune wrote")
     schema = run.get("schema")
-    if not isinstance(schema, int) or schema > SCHEMA:
+    if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
+        raise _damaged(path, "it does not say which schema it has")
+    if schema > SCHEMA:
         raise InvalidInputError(
             f"the run at '{path}' has schema {schema}, and this batchwright reads up to {SCHEMA}.",
             remedy="pip install --upgrade batchwright",
         )
-    missing = [name for name in SECTIONS if not isinstance(run.get(name), dict)]
+    run = {"branches": {"skipped": "not reached"}, **run}
+    missing = [name for name in (*SECTIONS, "branches") if not isinstance(run.get(name), dict)]
     if missing:
-        raise InvalidInputError(
-            f"the run at '{path}' is damaged: it has no {', '.join(missing)}.",
-            remedy="batchwright tune TARGET --run FILE, which writes it anew",
-        )
-    return {"branches": {"skipped": "not reached"}, **run}
+        raise _damaged(path, f"it has no {', '.join(missing)}")
+    return run
+
+
+def read_run_to_resume(file: str | Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the run in a file, and the sections that are damaged, which are to be measured again.
+
+    A workload that is damaged cannot be told from another one, so there is nothing to go on with.
+    """
+    run = read_run_file(file)
+    damaged = [name for name, needed in _NEEDED.items() if is_done(run[name]) and not _holds(run[name], needed)]
+    if "workload" in damaged or not is_done(run["workload"]):
+        raise _damaged(Path(file), "its section workload does not say what was asked")
+    return {**run, **{name: {"skipped": "its section was damaged"} for name in damaged}}, damaged
+
+
+def _damaged(path: Path, why: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"the run at '{path}' is damaged: {why}.",
+        remedy="batchwright tune TARGET --run-file FILE, which writes it anew",
+    )
+
+
+def _holds(value: Any, needed: Any) -> bool:
+    """Whether a value is of the type that is needed, or has every part that is; of several it must be one.
+
+    >>> _holds({"size": 8}, {"size": int}), _holds({"size": "8"}, {"size": (int, None)}), _holds({}, {"size": int})
+    (True, False, False)
+    """
+    if isinstance(needed, tuple):
+        return any(_holds(value, each) for each in needed)
+    if isinstance(needed, dict):
+        return isinstance(value, dict) and all(name in value and _holds(value[name], needed[name]) for name in needed)
+    if isinstance(needed, list):
+        return isinstance(value, list) and all(_holds(each, needed[0]) for each in value)
+    if needed is None or isinstance(value, bool):  # a truth value is an int to Python, and no count
+        return value is needed or (needed is bool and isinstance(value, bool))
+    return isinstance(value, needed)
+
+
+def _finite(value: Any) -> Any:
+    """Return plain data with null for what JSON has no number for.
+
+    >>> _finite({"loss": [1.0, float("nan")]})
+    {'loss': [1.0, None]}
+    """
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,6 +6,7 @@ Promises:
 
 from __future__ import annotations
 
+import math
 import platform
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
     Say = Callable[[str], None]
 
-# So many sizes are timed, each half of the next.
-_TIMED_SIZES = 4
+# At most so many sizes are timed, from a small one up to the largest: the answer may be far below what fits.
+_TIMED_SIZES, _SMALL = 6, 8
 _NOISE_BATCH = 64
 
 
@@ -89,12 +90,22 @@ def predict(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
 
 
 def time_steps(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
-    """Time steps at the largest micro-batch, and at halves of it."""
+    """Time steps from a small micro-batch up to the largest."""
     largest = known.micro_batch or _NOISE_BATCH
     if work.data is not None:
         largest = min(largest, max(len(work.data) // max(ask.devices, 1), 1))
-    sizes = [largest >> half for half in range(_TIMED_SIZES) if largest >> half]
-    return measure_throughput(work, sizes, on=ask.on, shape=ask.shape or None, progress=say).to_dict()
+    return measure_throughput(work, sizes_to_time(largest), on=ask.on, shape=ask.shape or None, progress=say).to_dict()
+
+
+def sizes_to_time(largest: int) -> list[int]:
+    """Return sizes at equal ratios of 2 or more.
+
+    >>> sizes_to_time(2048), sizes_to_time(28), sizes_to_time(3), sizes_to_time(1)
+    ([8, 24, 74, 223, 676, 2048], [3, 6, 13, 28], [1, 3], [1])
+    """
+    smallest = max(min(_SMALL, largest // _SMALL), 1)
+    count = min(_TIMED_SIZES, 1 + int(math.log2(largest / smallest)))
+    return [round(smallest * (largest / smallest) ** (step / max(count - 1, 1))) for step in range(count)]
 
 
 def audit_accumulation(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def _begin(workload: Workload, target: str | None, ask: Ask, path: Path | None, 
     if resume:
         if path is None or not path.exists():
             raise InvalidInputError(
-                f"there is no run to resume at '{path}'.", remedy="--run FILE of a run that was begun"
+                f"there is no run to resume at '{path}'.", remedy="--run-file FILE of a run that was begun"
             )
         run = read_run_file(path)
         before = {name: run["workload"].get(name) for name in ask.to_dict() if name != "skip"}
@@ -144,7 +144,7 @@ def _begin(workload: Workload, target: str | None, ask: Ask, path: Path | None, 
         if different:
             raise InvalidInputError(
                 f"the run at '{path}' was asked something else: {', '.join(different)} differ.",
-                remedy="the same options, or another --run FILE",
+                remedy="the same options, or another --run-file FILE",
             )
         return {**run, "finished": False}
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -35,7 +35,7 @@ def html(text: str) -> Html:
     >>> html("<b>"), html(Html("<b>"))
     ('&lt;b&gt;', '<b>')
     """
-    return text if isinstance(text, Html) else Html(escape("".join(filter(_is_printable, text))))
+    return text if isinstance(text, Html) else Html(escape(printable(text)))
 
 
 def joined(pieces: Iterable[str], between: str = "") -> Html:
@@ -138,8 +138,15 @@ def remarks(lines: Sequence[str]) -> Html:
     return element("ul", *(element("li", line) for line in lines), class_="remarks") if lines else Html("")
 
 
-def _is_printable(letter: str) -> bool:
-    # Control characters and halves of pairs have no place in HTML, not even escaped; JSON can hold both.
-    return (
-        (letter >= " " or letter in "\n\t") and not 0x7F <= ord(letter) <= 0x9F and not 0xD800 <= ord(letter) <= 0xDFFF
-    )
+def printable(text: str) -> str:
+    """Return text without what JSON can hold and a page cannot: control characters and halves of pairs.
+
+    Marks that turn the direction of writing go too: they would turn the words after a name around as well.
+
+    >>> printable("ti\\x00ny\\u202e")
+    'tiny'
+    """
+    return "".join(letter for letter in text if letter in "\n\t" or (letter >= " " and not _HIDDEN.match(letter)))
+
+
+_HIDDEN = re.compile("[\\x7f-\\x9f\\ud800-\\udfff\\u202a-\\u202e\\u2066-\\u2069]")

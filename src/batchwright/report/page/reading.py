@@ -29,7 +29,20 @@ def why_missing(run: Data, name: str) -> str:
     >>> why_missing({"fit": {"skipped": "asked for"}}, "fit"), why_missing({}, "fit")
     ('asked for', 'the file says nothing of it')
     """
-    return text_in(run, name, "skipped") or "the file says nothing of it"
+    return in_one_line(text_in(run, name, "skipped")) or "the file says nothing of it"
+
+
+def in_one_line(why: str) -> str:
+    """Return why a stage gave nothing: of a traceback its last line, of a message all of it.
+
+    >>> in_one_line("failed: Traceback (most recent call last):\\n  File 'train.py'\\nValueError: no")
+    'failed: ValueError: no'
+    >>> in_one_line("failed: data= holds 0 samples.\\n  try: a dataset that is not empty")
+    'failed: data= holds 0 samples. try: a dataset that is not empty'
+    """
+    lines = [line.strip() for line in why.splitlines() if line.strip()]
+    before, trace, _ = why.partition("Traceback (most recent call last):")
+    return f"{before}{lines[-1]}" if trace and lines else " ".join(lines)
 
 
 def number_in(data: object, *path: str) -> float | None:

@@ -1,0 +1,158 @@
+"""Every result shows itself in a notebook: HTML that is whole by itself, with the user's names as text."""
+
+from __future__ import annotations
+
+import ast
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import batchwright as bw
+from batchwright.integrations.exact_loss import ExactLoss
+from batchwright.integrations.transformers_heads import HeadCheck
+from batchwright.memory.every_card import estimate_every_card
+from batchwright.noise.noise_run import measure_noise
+from batchwright.report.console import render_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(bw.__file__).parent
+# As a name it is as bad as one can be: HTML, quotes, a control character, half of a pair.
+EVIL = "<script>alert(1)</script>\"'\x00\ud800"
+NAMED = {"Audit", "Estimate", "EveryCard", "ExactLoss", "Fit", "HeadCheck", "NoiseRun"}
+# What a table in a notebook is made of; anything else came out of a name.
+TAGS = {"p", "b", "br", "table", "thead", "tbody", "tr", "th", "td"}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        return found
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    off: torch.Tensor = model(batch) - batch.sum(1, keepdim=True) - torch.randn(len(batch), 1, device=batch.device)
+    return off.pow(2).mean()
+
+
+def work(**changes: Any) -> bw.Workload:
+    told: dict[str, Any] = {
+        "model": Layer,
+        "batch": lambda n: torch.randn(n, 8),
+        "loss": loss,
+        "optimizer": lambda params: torch.optim.SGD(params, lr=1e-2),
+        "name": EVIL,
+    }
+    return bw.Workload(**{**told, **changes})
+
+
+def one_step() -> Any:
+    model = Layer()
+    accumulator = bw.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    for batch in accumulator.micro_batches([torch.randn(4, 8)]):
+        step = accumulator.backward(loss(model, batch))
+    return step
+
+
+def checked(folder: Path) -> bw.ConfigCheck:
+    file = folder / "<b>ds.json"
+    file.write_text('{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}')
+    return bw.check_config(file, devices=8)
+
+
+HEAD = HeadCheck(EVIL, "uses", 0.0, "it uses the count")
+RESULTS: dict[str, Callable[[Path], Any]] = {
+    "Advice": lambda _: bw.advise("oom", micro_batch=8),
+    "Audit": lambda _: bw.audit(work()),
+    "BestBatch": lambda _: bw.best_batch(400, {16: 0.12, 64: 0.24, 256: 0.72}),
+    "ConfigCheck": checked,
+    "Estimate": lambda _: bw.estimate(work(), micro_batch=4),
+    "EveryCard": lambda _: estimate_every_card(work(), micro_batch=4),
+    "ExactLoss": lambda _: ExactLoss(HEAD, None, is_exact=True, changed=(EVIL,), reason=EVIL, _undo={}, _trainer=None),
+    "Fit": lambda _: bw.fit(work(), limit=4),
+    "HeadCheck": lambda _: HEAD,
+    "MeasuredCriticalBatch": lambda _: bw.measure_critical_batch(work(), batches=(4, 16), steps=30, seeds=1),
+    "NoiseRun": lambda _: measure_noise(work(), effective_batch=16, steps=25),
+    "Plan": lambda _: bw.plan(32, micro_batch=8, samples=100),
+    "Recommendation": lambda _: bw.recommend("7B", "24GiB"),
+    "SamplerStats": lambda _: bw.TokenBatchSampler([5, 3, 4, 2, 6], max_tokens=10).stats(),
+    "Step": lambda _: one_step(),
+    "Tuned": lambda _: bw.tune(work(), limit=4, steps=20, skip=("estimate", "noise")),
+    "Tuned, nothing found": lambda _: bw.tune(
+        work(), skip=("fit", "estimate", "throughput", "audit", "noise"), steps=20
+    ),
+}
+
+
+class Reader(HTMLParser):
+    """Reads a piece of HTML, and fails on tags that do not match."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in TAGS
+        assert {name for name, _ in attrs} <= {"style"}
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.fixture(scope="module", params=RESULTS)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    result = RESULTS[request.param](tmp_path_factory.mktemp("results"))
+    assert type(result).__name__ == request.param.split(",")[0]
+    return result
+
+
+def test_a_result_is_html_that_is_whole_by_itself_with_names_as_text(found: Any) -> None:
+    shown = found._repr_html_()
+    words = "".join(Reader(shown).words)
+    assert words.strip()
+    assert "\x00" not in shown
+    shown.encode()  # halves of pairs cannot be sent to a browser
+    if type(found).__name__ in NAMED:
+        assert "<script>alert(1)</script>\"'" in words
+
+
+def test_a_result_has_words_for_a_terminal(found: Any) -> None:
+    has_drawing = hasattr(found, "__rich__")
+    assert (render_plain(found) if has_drawing else str(found)).strip()
+    assert has_drawing or "__str__" in vars(type(found))
+
+
+def drawn_classes() -> dict[str, set[str]]:
+    """Every class of ours that draws itself, with the names of its methods."""
+    found: dict[str, set[str]] = {}
+    for file in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+                if methods & {"__rich__", "_repr_html_"}:
+                    found[node.name] = methods
+    return found
+
+
+def test_no_result_is_left_out_here_and_each_that_draws_itself_does_so_in_a_notebook_too() -> None:
+    classes = drawn_classes()
+    assert {name for name, methods in classes.items() if "_repr_html_" not in methods} == set()
+    assert set(classes) - {name.split(",")[0] for name in RESULTS} == set()
