@@ -265,3 +265,44 @@ def test_a_model_can_be_saved_and_copied_meanwhile() -> None:
     twin = copy.deepcopy(model)
     loss_of(twin, batches_of(0, [3])[0]).backward()
     assert noise.skipped == {}
+
+
+def test_a_closure_whose_backward_is_within_the_step_belongs_to_its_window() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    noise = NoiseScale(model, optimizer=optimizer, micro_batch=4, window=10**9)
+    for step in range(3):
+        first, last = batches_of(step, [4, 4])
+        (loss_of(model, first) / 2).backward()
+
+        def closure(last: Any = last) -> torch.Tensor:
+            loss = loss_of(model, last) / 2
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        optimizer.zero_grad()
+    for found, wanted in zip(seen_by(noise)[1:], seen_by(trained([4, 4]))[1:], strict=True):
+        assert found == pytest.approx(wanted, rel=1e-11)
+
+
+def test_inputs_without_tensors_are_counted_by_their_list() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 3)
+
+        def forward(self, words: list[str]) -> torch.Tensor:
+            out: torch.Tensor = self.table(torch.tensor([len(word) for word in words])).sum(1)
+            return out
+
+    torch.manual_seed(0)
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    noise = NoiseScale(model, optimizer=optimizer, micro_batch=3, window=10**9)
+    for step in range(6):
+        for words in (["a", "bb", "ccc"], ["dddd", "ee", "f" * (step + 1)]):
+            (model(words).pow(2).mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(seen_by(noise)) >= 5

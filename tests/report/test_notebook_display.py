@@ -15,6 +15,8 @@ import batchwright as bw
 from batchwright.integrations.exact_loss import ExactLoss
 from batchwright.integrations.transformers_heads import HeadCheck
 from batchwright.memory.every_card import estimate_every_card
+from batchwright.noise.critical_batch import CriticalBatch
+from batchwright.noise.learning_rate_change import learning_rate_change
 from batchwright.noise.noise_run import measure_noise
 from batchwright.report.console import render_plain
 
@@ -75,18 +77,24 @@ RESULTS: dict[str, Callable[[Path], Any]] = {
     "Audit": lambda _: bw.audit(work()),
     "BestBatch": lambda _: bw.best_batch(400, {16: 0.12, 64: 0.24, 256: 0.72}),
     "ConfigCheck": checked,
+    "CriticalBatch": lambda _: CriticalBatch(212.4, 168.2, 290.6, unit="samples", observations=120),
     "Estimate": lambda _: bw.estimate(work(), micro_batch=4),
     "EveryCard": lambda _: estimate_every_card(work(), micro_batch=4),
     "ExactLoss": lambda _: ExactLoss(HEAD, None, is_exact=True, changed=(EVIL,), reason=EVIL, _undo={}, _trainer=None),
     "Fit": lambda _: bw.fit(work(), limit=4),
     "HeadCheck": lambda _: HEAD,
     "MeasuredCriticalBatch": lambda _: bw.measure_critical_batch(work(), batches=(4, 16), steps=30, seeds=1),
+    "LearningRateChange": lambda _: learning_rate_change(
+        "AdamW", 32, 64, CriticalBatch(212.4, 168.2, 290.6, unit="samples", observations=120)
+    ),
     "NoiseRun": lambda _: measure_noise(work(), effective_batch=16, steps=25),
+    "Packing": lambda _: bw.pack([5, 3, 4, 2, 6], max_tokens=10),
     "Plan": lambda _: bw.plan(32, micro_batch=8, samples=100),
     "Recommendation": lambda _: bw.recommend("7B", "24GiB"),
     "SamplerStats": lambda _: bw.TokenBatchSampler([5, 3, 4, 2, 6], max_tokens=10).stats(),
     "Step": lambda _: one_step(),
     "Tuned": lambda _: bw.tune(work(), limit=4, steps=20, skip=("estimate", "noise")),
+    "Verdict": lambda _: measure_noise(work(), effective_batch=16, steps=25).verdict,
     "Tuned, nothing found": lambda _: bw.tune(
         work(), skip=("fit", "estimate", "throughput", "audit", "noise"), steps=20
     ),

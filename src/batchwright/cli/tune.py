@@ -68,12 +68,13 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
     if framework is not None:
         find_dialect(framework)
     find_target(target)
-    folder = Path(options["file"]).resolve().parent
-    if not folder.is_dir():
-        raise InvalidInputError(f"no folder '{folder}' for the run.", remedy="--run-file FILE in a folder that exists")
+    file = Path(options["file"]).absolute()
+    if not file.parent.is_dir():
+        problem = f"no folder '{file.parent}' for the run."
+        raise InvalidInputError(problem, remedy="--run-file FILE in a folder that exists")
+    if file.is_dir():
+        raise InvalidInputError(f"'{file}' is a folder, not a file for the run.", remedy="--run-file run.json")
     speaks = os.environ.get("RANK", "0") == "0"
-    if not speaks:
-        options["file"], options["resume"] = None, False
     found = _tune(target, options, speaks=speaks)
     if not speaks:
         return 0
@@ -84,6 +85,9 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
         click.echo(advised["configs"][framework.lower()])
         return 0
     print_found(found, as_json=as_json)
+    if found.file is None:
+        click.echo(f"Error: the run is not in {options['file']}, which could not be written.", err=True)
+        return 1
     more = f"batchwright report {options['file']}, or --resume --for {FRAMEWORKS[0]}"
     click.echo(f"the run is in {options['file']}; what to type: {more}", err=True)
     return int("skipped" in advised)

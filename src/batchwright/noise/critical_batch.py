@@ -87,6 +87,11 @@ class CriticalBatch:
         needed = "" if not self.steps_needed else f"; about {self.steps_needed:,} more steps"
         return f"at least {figure(self.low)} {self.unit} (upper end not resolved{needed})"
 
+    def _repr_html_(self) -> str:
+        from batchwright.report.html import text_to_html
+
+        return text_to_html(str(self))
+
 
 def figure(value: float) -> str:
     """Write a batch size as people read one: three digits, whole from 100 on.

@@ -100,6 +100,11 @@ class LearningRateChange:
     def __str__(self) -> str:
         return "; ".join(map(str, self.settings)) or self.reason
 
+    def _repr_html_(self) -> str:
+        from batchwright.report.html import text_to_html
+
+        return text_to_html(str(self))
+
 
 def gain(before: float, after: float, critical: float) -> float:
     """(1 + Bc/B0)/(1 + Bc/B1): how much more a step is worth; B1/B0 for Bc without end, 1 for none.

@@ -61,8 +61,9 @@ class OwnLoop:
         self._is_by_example = False
         handles = [
             model.register_forward_pre_hook(WeakHook(self._forward), with_kwargs=True),
-            # One step of the first optimizer is one window.
-            self._optimizers[0].register_step_pre_hook(WeakHook(self._step)),
+            # One step of the first optimizer is one window; with a closure its last backwards are inside the step.
+            self._optimizers[0].register_step_pre_hook(WeakHook(self._step_begins)),
+            self._optimizers[0].register_step_post_hook(WeakHook(self._step_ended)),
         ]
         self.let_go = weakref.finalize(self, remove_all, handles)
         self._begin()
@@ -112,7 +113,9 @@ class OwnLoop:
             self._sink.skip(DROPPED)
             self._drop()
         self._num_forward += 1
-        size = num_samples([*args, *kwargs.values()])
+        # A tuple has no length of its own to be taken for the samples; without tensors, the first list tells.
+        given = (*args, *kwargs.values())
+        size = num_samples(given) or next(filter(None, map(num_samples, given)), None)
         if size is not None and size != self._micro_batch:
             self._sums.reason = self._sums.reason or OTHER_SIZES
         self._wait()
@@ -150,7 +153,15 @@ class OwnLoop:
             sums.end_probe(self.leaves.probe_of_gradients())
         self._wait()
 
-    def _step(self, *_: Any) -> None:
+    def _step_begins(self, _: Any, args: Any, kwargs: Any) -> None:
+        if not _has_closure(args, kwargs):
+            self._end_window()
+
+    def _step_ended(self, _: Any, args: Any, kwargs: Any) -> None:
+        if _has_closure(args, kwargs):
+            self._end_window()
+
+    def _end_window(self) -> None:
         sums, number = self._sums, self._num_backward
         if sums is not None and number:
             # Two towers are two forwards; more backwards than forwards are passes within a pass.
@@ -203,6 +214,11 @@ class OwnLoop:
         if self._examples is not None and self._is_by_example != wanted:
             self._examples.start() if wanted else self._examples.stop()
         self._is_by_example = wanted
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    # The first argument is the optimizer itself.
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 
 
 _NO_EXAMPLES = (

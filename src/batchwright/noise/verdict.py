@@ -90,6 +90,11 @@ class Verdict:
     def __str__(self) -> str:
         return f"{self.position}: {self.recommendation}"
 
+    def _repr_html_(self) -> str:
+        from batchwright.report.html import text_to_html
+
+        return text_to_html(str(self))
+
 
 def judge(
     critical: CriticalBatch,

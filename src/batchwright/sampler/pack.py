@@ -82,6 +82,15 @@ class Packing:
         """The share of the rows that is left empty."""
         return 1 - float(self.lengths.sum()) / (len(self) * self.max_tokens) if len(self) else 0.0
 
+    def __str__(self) -> str:
+        rows, samples = counted(len(self), "row"), counted(len(self.lengths), "sample")
+        return f"{samples} in {rows} of {self.max_tokens:,} tokens, {100 * self.waste:.1f} % left empty"
+
+    def _repr_html_(self) -> str:
+        from batchwright.report.html import text_to_html
+
+        return text_to_html(str(self))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the rows as plain data."""
         return {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import RenderableType
 
 
@@ -14,6 +16,8 @@ class Tuned:
     """Everything that was measured, by section, and what follows from it."""
 
     run: dict[str, Any]
+    file: Path | None = field(default=None, compare=False)
+    """Where the run is written; None where it is not, or could not be."""
 
     @property
     def finished(self) -> bool:

@@ -116,7 +116,8 @@ def audit_accumulation(work: Workload, known: Known, ask: Ask, say: Say) -> dict
 
 def watch_noise(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
     """Train for some steps and measure the critical batch."""
-    batch = ask.noise_batch or ask.effective_batch or _NOISE_BATCH
+    samples = _NOISE_BATCH if work.data is None else len(work.data)
+    batch = ask.noise_batch or ask.effective_batch or min(_NOISE_BATCH, samples - samples % ask.devices) or 1
     batch = -(-batch // ask.devices) * ask.devices
     if work.data is not None and batch > len(work.data):
         raise InvalidInputError(f"a step of {batch:,} samples was asked for, and data= holds {len(work.data):,}.")

@@ -9,11 +9,13 @@ Promises:
 from __future__ import annotations
 
 import datetime
+import os
 import time
-import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from batchwright.device.device import open_device
 from batchwright.errors import BatchwrightError, InvalidInputError
@@ -26,7 +28,8 @@ from batchwright.tuning.advise_run import advise_run
 from batchwright.tuning.ask import STAGES, Ask
 from batchwright.tuning.known import Known
 from batchwright.tuning.result import Tuned
-from batchwright.tuning.run_file import is_done, new_run, read_run_file, write_run
+from batchwright.tuning.run_file import is_done, new_run, read_run_to_resume, write_run
+from batchwright.users_code import is_from_users_code, users_traceback_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +84,7 @@ def tune(
     catalogue, where nothing runs and only memory is answered. `noise_batch` is the effective batch to train at while
     the critical one is measured; `branch_batches` are several to train short branches at, which tell how the critical
     batch stands to the noise scale on this task. The run is written to `file` after every stage; with `resume` one
-    that is there is continued.
+    that is there is continued. Under torchrun every rank calls it; the first one reads and writes the file.
     """
     say = progress or (lambda _: None)
     ask = Ask.read(
@@ -98,9 +101,10 @@ def tune(
         skip=skip,
     )
     card_named(ask.on) if ask.is_on_card else open_device(ask.on)  # one that is not there is refused at once
-    path = None if file is None else Path(file)
+    path = None if file is None or not _is_first_rank() else Path(file)
     workload = load_workload(work) if isinstance(work, str) else work
-    run = _begin(workload, work if isinstance(work, str) else None, ask, path, resume=resume)
+    target = work if isinstance(work, str) else None
+    run = _resumed(path, ask, say) if resume else _new(stages.describe_workload(workload, target, ask))
     known = Known(run)
     seconds: dict[str, float] = run["workload"].setdefault("seconds", {})
     with ExitStack() as ranks:
@@ -118,37 +122,55 @@ def tune(
             start = time.monotonic()
             try:
                 run[stage] = _section(stage, work if stage == "fit" else workload, known, ask, say)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as stop:
                 run[stage] = {"skipped": "interrupted"}
+                if _keep(run, path, say):
+                    stop.add_note(f"What was measured is in {path}; the same command with --resume goes on.")
                 raise
             finally:
                 seconds[stage] = time.monotonic() - start
                 _keep(run, path, say)
     advise_run(run, ask, FRAMEWORKS)
     run["finished"] = True
-    _keep(run, path, say)
-    return Tuned(run)
+    return Tuned(run, file=path if _keep(run, path, say) else None)
 
 
-def _begin(workload: Workload, target: str | None, ask: Ask, path: Path | None, *, resume: bool) -> dict[str, Any]:
-    about = stages.describe_workload(workload, target, ask)
-    if resume:
-        if path is None or not path.exists():
-            raise InvalidInputError(
-                f"there is no run to resume at '{path}'.", remedy="--run-file FILE of a run that was begun"
-            )
-        run = read_run_file(path)
-        before = {name: run["workload"].get(name) for name in ask.to_dict() if name != "skip"}
-        now = {name: value for name, value in ask.to_dict().items() if name != "skip"}
-        different = [name for name in now if now[name] != before[name]]
-        if different:
-            raise InvalidInputError(
-                f"the run at '{path}' was asked something else: {', '.join(different)} differ.",
-                remedy="the same options, or another --run-file FILE",
-            )
-        return {**run, "finished": False}
+def _new(about: dict[str, Any]) -> dict[str, Any]:
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {**new_run(created), "workload": about}
+
+
+def _resumed(path: Path | None, ask: Ask, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return the run to go on with, the same on every rank: one that left out a stage alone would wait for ever."""
+    found = [_read(path, ask, say) if _is_first_rank() else None]
+    with process_group(ask.on):
+        if dist.is_initialized():
+            dist.broadcast_object_list(found)
+    (run,) = found
+    assert run is not None
+    return {**run, "finished": False}
+
+
+def _read(path: Path | None, ask: Ask, say: Callable[[str], None]) -> dict[str, Any]:
+    if path is None or not path.exists():
+        raise InvalidInputError(
+            f"there is no run to resume at '{path}'.", remedy="--run-file FILE of a run that was begun"
+        )
+    run, damaged = read_run_to_resume(path)
+    if damaged:
+        say(f"damaged in '{path}', and measured again: {', '.join(damaged)}")
+    now = {name: value for name, value in ask.to_dict().items() if name != "skip"}
+    different = [name for name in now if now[name] != run["workload"].get(name)]
+    if different:
+        raise InvalidInputError(
+            f"the run at '{path}' was asked something else: {', '.join(different)} differ.",
+            remedy="the same options, or another --run-file FILE",
+        )
+    return run
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _section(stage: str, work: Any, known: Known, ask: Ask, say: Callable[[str], None]) -> dict[str, Any]:
@@ -157,15 +179,22 @@ def _section(stage: str, work: Any, known: Known, ask: Ask, say: Callable[[str],
     except BatchwrightError as error:
         say(f"{stage} failed: {error}")
         return {"skipped": f"failed: {error}"}
+    except SystemExit as error:
+        if not is_from_users_code(error):
+            raise
+        return {"skipped": f"failed: the code that was run called sys.exit({error.code!r})"}
     except Exception as error:  # the user's code; the rest of the run can still be told
-        say(f"{stage} failed: {traceback.format_exc()}")
+        say(f"{stage} failed: {users_traceback_text(error)}")
         return {"skipped": f"failed: {type(error).__name__}: {error}"}
 
 
-def _keep(run: dict[str, Any], path: Path | None, say: Callable[[str], None]) -> None:
+def _keep(run: dict[str, Any], path: Path | None, say: Callable[[str], None]) -> bool:
+    """Write the run, and return whether it is written."""
     if path is None:
-        return
+        return False
     try:
         write_run(run, path)
     except BatchwrightError as error:
         say(str(error))  # the answer is still told, and a later stage may find room
+        return False
+    return True
