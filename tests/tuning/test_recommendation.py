@@ -101,6 +101,11 @@ def test_a_remembered_fit_takes_its_slope_from_the_trace() -> None:
     assert "micro-batch 48 would fit" in advised(run)["changes"][0]["note"]
 
 
+def test_more_memory_changes_nothing_where_the_limit_is_another() -> None:
+    fit = {"micro_batch": 16, "limit": 16, "limit_bytes": 2**30, "reason": "the limit is 16"}
+    assert advised(by_hand(fit=fit))["changes"][0]["note"] == "would change nothing: the limit is 16"
+
+
 def test_branches_tell_the_learning_rate_too() -> None:
     rows = [
         {"batch": size, "learning_rate_factor": factor, "mean_steps": 10.0}

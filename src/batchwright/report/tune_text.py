@@ -57,7 +57,7 @@ def tuned_remarks(tuned: Tuned) -> Iterator[str]:
             at = f" at an effective batch of {rate['at_batch']:,}" if rate["at_batch"] else " of the workload"
             span = f"{rate['recommended']:.3g} [{rate['low']:.3g}, {rate['high']:.3g}]"
             if rate["at_batch"]:
-                span += "; is yours for another batch, say so: --noise-batch"
+                span += f"; where {rate['now']:g} suits another batch, name that: --noise-batch"
             yield f"learning rate: {rate['now']:g}{at} becomes {span}."
         yield from (f"why: {reason}." for reason in advised["reasons"])
         yield from (f"assumed: {text}." for text in advised["assumes"])

@@ -58,6 +58,12 @@ class Known:
         return str(fit.get("reason") or "no larger one was asked for")
 
     @property
+    def is_at_limit(self) -> bool:
+        """Whether the fit ended at the largest size of interest, not at the memory."""
+        fit = self.section("fit") or {}
+        return fit.get("micro_batch") is not None and fit.get("micro_batch") == fit.get("limit")
+
+    @property
     def memory_line(self) -> MemoryLine | None:
         """What a sample takes near the answer, where there was a limit: measured by the fit, else as predicted."""
         fit, estimate = self.section("fit"), self.section("estimate")

@@ -41,7 +41,9 @@ def what_would_change(known: Known, choice: Choice, *, keeps_batch: bool) -> tup
     """Say what each would give; `keeps_batch` where an effective batch was asked for."""
     limit, fit = known.memory_line, choice.plan.max_micro_batch
     found = []
-    if limit is None:
+    if known.is_at_limit:
+        found.append(Change("twice the memory", note=f"would change nothing: {known.why_no_larger}"))
+    elif limit is None:
         found.append(Change("twice the memory", note="what fits was not measured under a limit"))
     else:
         size = limit.largest(2 * limit.limit_bytes)

@@ -30,15 +30,25 @@ _LINE = {"fixed_bytes": _NUMBER, "bytes_per_sample": _NUMBER}
 # What a run that is taken up again reads of each section (known.py, advise_run.py); everything else is only shown.
 _NEEDED: dict[str, dict[str, Any]] = {
     "workload": {"name": str, "samples": (int, None), "optimizer": (str, None), "learning_rate": _MAYBE},
-    "estimate": {"micro_batch": int, "peak_bytes": dict, "grows_with_batch": dict, "what_if": [{"change": str}]},
+    "estimate": {
+        "micro_batch": int,
+        "peak_bytes": dict,
+        "parts": dict,
+        "grows_with_batch": dict,
+        "what_if": [{"change": str, "peak_bytes": _MAYBE, "note": str}],
+    },
     "fit": {"micro_batch": int, "limit": _MAYBE, "limit_bytes": _MAYBE, "line": (_LINE, None), "peak_bytes": dict},
     "throughput": {
         "fastest_micro_batch": int,
         "times": {"points": [{"micro_batch": int, "seconds": _NUMBER, "accumulation": (int, None)}]},
     },
-    "audit": {"exact": (bool, None)},
+    "audit": {"exact": (bool, None), "what": str, "cause": (str, None)},
     "noise": {"effective_batch": _NUMBER, "critical_batch": _CRITICAL},
-    "branches": {"ratio": _MAYBE, "critical_batch": _CRITICAL},
+    "branches": {
+        "ratio": _MAYBE,
+        "critical_batch": _CRITICAL,
+        "branches": [{"batch": int, "learning_rate_factor": _MAYBE, "mean_steps": _MAYBE}],
+    },
 }
 
 

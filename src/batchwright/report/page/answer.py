@@ -107,7 +107,8 @@ def _around(run: Data, found: Data) -> Html:
     rate = mapping_in(found, "learning_rate")
     if (value := number_in(rate, "recommended")) is not None:
         span = figures.interval(*(figures.small(number_in(rate, end)) for end in ("low", "high")))
-        facts.append(("learning rate", joined([figure_with(figures.small(value), "formula", span), _was(rate)])))
+        source = text_in(rate, "source") or "formula"
+        facts.append(("learning rate", joined([figure_with(figures.small(value), source, span), _was(rate)])))
     if (ends := good_range(run)) is not None:
         text = " to ".join(figures.count(end) for end in ends)
         facts.append(("as good, within 5\N{NO-BREAK SPACE}%", figure_with(text, text_in(found, "source"))))
