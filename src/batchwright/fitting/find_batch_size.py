@@ -186,7 +186,14 @@ class BatchSizeFinder(Generic[Returned]):
         search = self._sizes.search(start=self._start)
         try:
             with cheap_collections():
-                series = run_series(search, probe, cap=self._sizes.largest, max_trials=self._max_trials, say=self._say)
+                series = run_series(
+                    search,
+                    probe,
+                    cap=self._sizes.largest,
+                    max_trials=self._max_trials,
+                    say=self._say,
+                    tells_what_ran=False,  # the notes on its calls do
+                )
         except Exception as error:
             if not isinstance(error, InvalidInputError):
                 error.add_note(calls.last_words())

@@ -19,7 +19,7 @@ from batchwright.fitting.search import Seen
 from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from batchwright.device.outcome import Outcome
 
@@ -50,6 +50,7 @@ def run_series(
     max_trials: int,
     say: Callable[[str], None],
     is_stepwise: bool = False,
+    tells_what_ran: bool = True,
 ) -> Series:
     """Run a search to its end, or to `max_trials`; `is_stepwise` where sizes between those tried are not wanted."""
     trials: list[Outcome] = []
@@ -60,7 +61,7 @@ def run_series(
         trials.append(outcome)
         say(describe(outcome))
         if outcome.verdict == "failed" and not outcome.is_too_small:
-            raise_failure(outcome)
+            raise_failure(outcome, ran=[trial.micro_batch for trial in trials if trial.fits and tells_what_ran])
         # A size that is too small for the step is passed over: larger ones are the question.
         seen = Seen(size, outcome.fits or outcome.is_too_small, limited_peak(outcome) if outcome.fits else None)
         try:
@@ -70,11 +71,14 @@ def run_series(
     return _concluded(trials, cap, unfinished=size is not None, max_trials=max_trials, is_stepwise=is_stepwise)
 
 
-def raise_failure(outcome: Outcome) -> None:
-    """Raise what the user's step raised."""
-    if outcome.exception is not None:
-        raise outcome.exception
-    raise StepFailedError(outcome.traceback or outcome.error or "the step failed and left no word.")
+def raise_failure(outcome: Outcome, *, ran: Sequence[int] = ()) -> None:
+    """Raise what the user's step raised, and say which sizes had run before."""
+    told = outcome.traceback or outcome.error or "the step failed and left no word."
+    error = outcome.exception if outcome.exception is not None else StepFailedError(told)
+    if ran:
+        sizes = ", ".join(f"{size:,}" for size in sorted(ran))
+        error.add_note(f"It failed at micro-batch {outcome.micro_batch:,}; {sizes} had run: --limit {max(ran)}.")
+    raise error
 
 
 def describe(outcome: Outcome) -> str:

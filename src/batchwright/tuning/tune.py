@@ -178,14 +178,18 @@ def _section(stage: str, work: Any, known: Known, ask: Ask, say: Callable[[str],
         return _RUNS[stage](work, known, ask, say)
     except BatchwrightError as error:
         say(f"{stage} failed: {error}")
-        return {"skipped": f"failed: {error}"}
+        return {"skipped": f"failed: {error}{_notes(error)}"}
     except SystemExit as error:
         if not is_from_users_code(error):
             raise
         return {"skipped": f"failed: the code that was run called sys.exit({error.code!r})"}
     except Exception as error:  # the user's code; the rest of the run can still be told
         say(f"{stage} failed: {users_traceback_text(error)}")
-        return {"skipped": f"failed: {type(error).__name__}: {error}"}
+        return {"skipped": f"failed: {type(error).__name__}: {error}{_notes(error)}"}
+
+
+def _notes(error: BaseException) -> str:
+    return "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
 
 
 def _keep(run: dict[str, Any], path: Path | None, say: Callable[[str], None]) -> bool:

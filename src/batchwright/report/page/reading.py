@@ -33,16 +33,20 @@ def why_missing(run: Data, name: str) -> str:
 
 
 def in_one_line(why: str) -> str:
-    """Return why a stage gave nothing: of a traceback its last line, of a message all of it.
+    """Return why a stage gave nothing: of a traceback what stands behind its frames, of a message all of it.
 
     >>> in_one_line("failed: Traceback (most recent call last):\\n  File 'train.py'\\nValueError: no")
     'failed: ValueError: no'
     >>> in_one_line("failed: data= holds 0 samples.\\n  try: a dataset that is not empty")
     'failed: data= holds 0 samples. try: a dataset that is not empty'
     """
-    lines = [line.strip() for line in why.splitlines() if line.strip()]
-    before, trace, _ = why.partition("Traceback (most recent call last):")
-    return f"{before}{lines[-1]}" if trace and lines else " ".join(lines)
+    before, trace, after = why.rpartition("Traceback (most recent call last):")
+    lines = (after if trace else why).splitlines()
+    if trace:
+        frames = [number for number, line in enumerate(lines) if line.startswith(" ")]
+        lines = lines[frames[-1] + 1 :] if frames else lines
+        before = before.partition("Traceback")[0]  # of errors that caused it
+    return before + " ".join(line.strip() for line in lines if line.strip())
 
 
 def number_in(data: object, *path: str) -> float | None:
