@@ -1,6 +1,6 @@
 """A small GPT that learns characters, on text that ships with Python: the workload of `make demo`.
 
-batchwright tune examples/char_gpt.py:workload --memory 384MiB --branches 16,32,64,128
+batchwright tune examples/char_gpt.py:workload --memory 64MiB --steps 120 --noise-batch 32 --branches 16,32,128
 """
 
 from __future__ import annotations

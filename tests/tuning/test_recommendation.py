@@ -109,16 +109,16 @@ def test_more_memory_changes_nothing_where_the_limit_is_another() -> None:
 def test_branches_tell_the_learning_rate_too() -> None:
     rows = [
         {"batch": size, "learning_rate_factor": factor, "mean_steps": 10.0}
-        for size, factor in ((16, 1.0), (64, 2.0), (256, 8.0))
+        for size, factor in ((16, 1.0), (64, 2.0), (256, 4.0))
     ]
     branches = {"critical_batch": {**CRITICAL, "resolved": False}, "ratio": 2.0, "branches": rows}
     rate = advised(by_hand(branches=branches), effective_batch=128)["learning_rate"]
-    assert rate["recommended"] == pytest.approx(3e-4 * 4)
+    assert rate["recommended"] == pytest.approx(3e-4 * 2**1.5)
     assert (rate["source"], rate["at_batch"]) == ("measured", None)
-    assert "on a line between them" in rate["rule"]
+    assert "on their line" in rate["rule"]
     assert "outside" in advised(by_hand(branches=branches), effective_batch=1024)["learning_rate"]["rule"]
     assert (
-        "learning_rate=0.0012," in advised(by_hand(branches=branches), effective_batch=128)["configs"]["transformers"]
+        "learning_rate=0.000849," in advised(by_hand(branches=branches), effective_batch=128)["configs"]["transformers"]
     )
 
 
