@@ -52,3 +52,15 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 def test_the_changelog_speaks_of_this_version() -> None:
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_chinese_readme_has_the_commands_and_figures_of_the_english_one() -> None:
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
+    blocks = re.findall(r"^```.*?^```", chinese, re.M | re.S)
+    assert len(blocks) >= 5
+    assert [block for block in blocks if block not in english] == []
+    figures = [
+        [sorted(re.findall(r"\d[\d.]*", row)) for row in re.findall(r"^\|.*benchmarks/.*\|$", text, re.M)]
+        for text in (english, chinese)
+    ]
+    assert figures[0] == figures[1]

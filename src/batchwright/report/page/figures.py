@@ -47,12 +47,12 @@ def ratio(value: float | None) -> str:
 def small(value: float | None) -> str:
     """Write a learning rate or an error as people type it.
 
-    >>> small(4.2e-4), small(0.1), small(2.1259e-07)
-    ('4.2e-4', '0.1', '2.13e-7')
+    >>> small(4.2e-4), small(0.00874), small(2.1259e-07)
+    ('4.2e-4', '0.00874', '2.13e-7')
     """
     if value is None:
         return UNKNOWN
-    if value == 0 or abs(value) >= 0.01:
+    if value == 0 or abs(value) >= 0.001:
         return f"{value:.3g}"
     digits, power = f"{value:.2e}".split("e")
     return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
