@@ -185,6 +185,10 @@ class _Steps:
         self._hooks[handle.id] = hook
         return handle
 
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
+        """Keep no hook: a window has ended before the step."""
+        return torch.utils.hooks.RemovableHandle(OrderedDict())
+
     def end_window(self) -> None:
         """Call the hooks."""
         for hook in list(self._hooks.values()):
