@@ -40,12 +40,15 @@ test: $(VENV)/.ready-to-test
 types: $(VENV)/.ready-to-test
 	$(BIN)/mypy
 
+# One thread for each of the two workers: more would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
 tests: $(VENV)/.ready-to-test
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # The slow ones too (tests/slow.py).
 test-all: test
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(PYTEST) -m slow
 
 format: $(VENV)/.ready-to-test
 	$(BIN)/ruff check --fix .

@@ -64,4 +64,6 @@ SLOW = (
     "tests/simulated/test_simulated_ranks.py::test_optimizers_step_on_shards[settings2]",
     "tests/cli/test_tune.py::test_ranks_of_torchrun_give_one_answer_and_one_run",
     "tests/examples/test_training_scripts.py::test_it_is_tuned_as_its_top_says[trainer]",
+    "tests/examples/test_training_scripts.py::test_it_is_tuned_as_its_top_says[lightning_module]",
+    "tests/fitting/test_on_simulated_card.py::test_one_of_several_ranks_holds_its_shard_and_fits_more",
 )

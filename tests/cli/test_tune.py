@@ -45,7 +45,7 @@ def test_what_to_paste_is_printed_of_a_run_that_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["tune", TARGET, *QUICK, "--skip", "estimate,audit"]
+    options = ["tune", TARGET, *QUICK, "--skip", "fit,estimate,audit"]
     assert _run(options) == 0
     assert "what to type: batchwright report run.json" in capsys.readouterr().err
     assert _run([*options, "--resume", "--for", "transformers"]) == 0
