@@ -47,7 +47,9 @@ def test_what_to_paste_is_printed_of_a_run_that_is_done(
     monkeypatch.chdir(tmp_path)
     options = ["tune", TARGET, *QUICK, "--skip", "fit,estimate,audit"]
     assert _run(options) == 0
-    assert "what to type: batchwright report run.json" in capsys.readouterr().err
+    after = capsys.readouterr().err
+    assert "batchwright report run.json" in after
+    assert "what to type: batchwright tune" in after
     assert _run([*options, "--resume", "--for", "transformers"]) == 0
     told = capsys.readouterr()
     assert "TrainingArguments(" in told.out

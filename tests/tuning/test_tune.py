@@ -7,7 +7,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from rich.console import Console
+from torch import nn
 
 import batchwright as bw
 from batchwright.errors import InvalidInputError
@@ -15,12 +17,10 @@ from batchwright.tuning import tune as module
 from batchwright.tuning.run_file import SECTIONS, is_done
 from batchwright.tuning.tune import tune
 from tests.tuning.runs import loss, quick
+from tests.tuning.runs import loss as mean_square
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import torch
-    from torch import nn
 
 SHORT: dict[str, Any] = {"limit": 64, "steps": 40}
 
@@ -135,3 +135,33 @@ def test_a_workload_that_raises_at_once_says_so_in_every_section() -> None:
 def test_a_stage_that_does_not_exist_cannot_be_skipped() -> None:
     with pytest.raises(InvalidInputError, match="no stage 'nosie'"):
         tune(quick(), skip=("nosie",))
+
+
+def test_stages_that_train_stay_within_what_fits() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if len(batch) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return mean_square(model, batch)
+
+    found = bw.tune(quick(loss=loss), limit=32, steps=40, branch_batches=(8, 16), skip=("estimate",))
+    assert found.run["fit"]["micro_batch"] == 4
+    for stage in ("throughput", "audit", "noise", "branches"):
+        assert "skipped" not in found.run[stage] or isinstance(found.run[stage]["skipped"], dict), found.run[stage]
+    assert found.micro_batch <= 4
+
+
+def test_where_nothing_fits_nothing_is_recommended() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    run = bw.tune(quick(loss=loss), limit=8, steps=20, skip=("estimate",)).run
+    assert run["fit"]["nothing_fits"]
+    assert run["noise"] == {"skipped": "nothing fits"}
+    assert run["recommendation"]["skipped"].startswith("nothing fits")
+
+
+def test_another_workload_is_not_resumed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"limit": 8, "steps": 20, "skip": ("estimate", "audit"), "file": tmp_path / "run.json"}
+    bw.tune(quick(), **options)
+    with pytest.raises(InvalidInputError, match="num_parameters"):
+        bw.tune(quick(model=lambda: nn.Linear(8, 1, bias=False)), resume=True, **options)

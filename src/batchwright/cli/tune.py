@@ -49,7 +49,7 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
     \b
     batchwright tune train.py:workload --memory 16GiB
     batchwright tune train.py:workload --on a100-40gb --devices 8
-    batchwright tune train.py:workload --resume --for transformers
+    batchwright tune train.py:workload --memory 16GiB --resume --for transformers
     torchrun --nproc-per-node 2 -m batchwright tune train.py:workload
     """
     from batchwright.cli.estimate import parse_shape
@@ -88,8 +88,10 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
     if found.file is None:
         click.echo(f"Error: the run is not in {options['file']}, which could not be written.", err=True)
         return 1
-    more = f"batchwright report {options['file']}, or --resume --for {FRAMEWORKS[0]}"
-    click.echo(f"the run is in {options['file']}; what to type: {more}", err=True)
+    click.echo(f"the run is in {options['file']}; the page: batchwright report {options['file']}", err=True)
+    if "skipped" not in advised:
+        asked = f"{found.run['workload']['command']} --run-file {options['file']}"
+        click.echo(f"what to type: {asked} --resume --for {FRAMEWORKS[0]}", err=True)
     return int("skipped" in advised)
 
 

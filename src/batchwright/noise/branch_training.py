@@ -18,12 +18,13 @@ from torch.utils.data import Subset, default_collate
 
 from batchwright.accumulate.accumulator import Accumulator
 from batchwright.device.batches import make_batch, move_batch
+from batchwright.device.cutting import num_samples
 from batchwright.device.step import evaluating
 from batchwright.device.step_checks import checked_loss
 from batchwright.errors import InvalidInputError
 from batchwright.noise.branch_curve import steps_to
 from batchwright.noise.noise_scale import NoiseScale
-from batchwright.noise.training import Trained, split_of, training
+from batchwright.noise.training import Trained, fitting_split, split_of, training
 from batchwright.units import counted
 
 if TYPE_CHECKING:
@@ -61,13 +62,20 @@ class SeedBranches:
     """The branches of one seed."""
 
     def __init__(
-        self, workload: Workload, device: torch.device, shape: Mapping[str, Any], seed: int, held_out: int, warm_up: int
+        self,
+        workload: Workload,
+        device: torch.device,
+        shape: Mapping[str, Any],
+        seed: int,
+        held_out: int,
+        warm_up: int,
+        largest: int | None = None,
     ) -> None:
         self.seed = seed
         self.optimizer = ""
         self.noise_scale: CriticalBatch | None = None
         self._workload, self._device, self._shape = workload, device, shape
-        self._warm_up, self._num_held_out = warm_up, held_out
+        self._warm_up, self._num_held_out, self._largest = warm_up, held_out, largest
         self._held_out: Any = None
         self._kept: dict[tuple[int, float, float | None], tuple[Curve, CriticalBatch | None]] = {}
         self._loss: Any = workload.loss
@@ -102,7 +110,7 @@ class SeedBranches:
     def _train(self, ask: Ask, first_batch: int) -> Curve:
         with training(self._workload, device=self._device, shape=self._shape, seed=self.seed) as trained:
             self.optimizer = type(trained.optimizers[0]).__name__
-            judged = self._held_out_batch()
+            judged = self._held_out_batches()
             for _ in self._stepped(trained, first_batch, self._warm_up):
                 pass
             for optimizer in trained.optimizers:
@@ -121,7 +129,8 @@ class SeedBranches:
 
     def _stepped(self, trained: Trained, batch: int, steps: int, *, watch_until: int = 0) -> Iterator[int]:
         """Train so many steps, and yield the number of each; end where the loss is no number."""
-        size, accumulation = split_of(batch, None, trained.ranks)
+        split_of(batch, None, trained.ranks)  # refuses what ranks cannot share
+        size, accumulation = fitting_split(batch // trained.ranks, self._largest)
         accumulator = Accumulator(trained.model, list(trained.optimizers), accumulation)
         population = None if self._workload.data is None else len(self._workload.data)
         noise = NoiseScale(accumulator, window=math.inf, population=population) if watch_until else None
@@ -138,13 +147,24 @@ class SeedBranches:
                 noise.close()
             yield step.number
 
-    def _held_out_batch(self) -> Any:
+    def _held_out_batches(self) -> list[Any]:
+        """Return what branches are judged on, in pieces that fit."""
+        number = self._num_held_out if self._held_out is None else len(self._held_out)
+        each = min(self._largest or number, number)
+        sizes = [min(each, number - start) for start in range(0, number, each)]
         if self._held_out is None:
-            return make_batch(self._workload, self._num_held_out, self._shape, self._device)
-        samples = [self._held_out[index] for index in range(len(self._held_out))]
-        return move_batch((self._workload.collate or default_collate)(samples), self._device)
+            return [make_batch(self._workload, size, self._shape, self._device) for size in sizes]
+        samples, collate = iter(self._held_out), self._workload.collate or default_collate
+        return [move_batch(collate(list(itertools.islice(samples, size))), self._device) for size in sizes]
 
-    def _judge(self, trained: Trained, batch: Any) -> float:
+    def _judge(self, trained: Trained, batches: list[Any]) -> float:
+        total = units = 0.0
         with torch.no_grad(), evaluating(trained.model):
-            loss = float(self._loss(trained.model, batch))
-        return loss if math.isfinite(loss) else math.inf
+            for batch in batches:
+                weight = self._weight(batch)
+                total, units = total + weight * float(self._loss(trained.model, batch)), units + weight
+        return total / units if math.isfinite(total) else math.inf
+
+    def _weight(self, batch: Any) -> float:
+        counted_units = self._workload.units
+        return float(counted_units(batch) if counted_units is not None else num_samples(batch) or 1)

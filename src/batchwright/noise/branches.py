@@ -45,6 +45,7 @@ def measure_critical_batch(
     warm_up: int = 0,
     learning_rates: Mapping[int, float] | None = None,
     evaluate_samples: int = 256,
+    largest: int | None = None,
     on: str = "cpu",
     shape: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] = lambda text: None,
@@ -65,7 +66,7 @@ def measure_critical_batch(
 
     `warm_up` steps at the smallest batch come before, so that branches begin in the middle of training.
     `learning_rates` names the rate of a batch, which is then not tuned. `seeds` are repeats; from 5 on there is an
-    interval.
+    interval. `largest` is the largest micro-batch that fits.
     """
     sizes = _sizes(batches)
     rates = _rates(learning_rates or {}, sizes)
@@ -74,7 +75,7 @@ def measure_critical_batch(
     whole_number(evaluate_samples, "evaluate_samples")
     device = open_device(on).torch_device  # type: ignore[attr-defined]  # a simulated card cannot train
     runs = [
-        SeedBranches(workload, device, shape or {}, seed, evaluate_samples, warm_up)
+        SeedBranches(workload, device, shape or {}, seed, evaluate_samples, warm_up, largest)
         for seed in range(whole_number(seeds, "seeds"))
     ]
     first = sizes[0]

@@ -101,6 +101,17 @@ def training(
         yield Trained(workload, model, optimizers, device, dict(shape or {}), seed, rank, ranks)
 
 
+def fitting_split(each: int, largest: int | None) -> tuple[int, int]:
+    """Return micro-batch and accumulation of one rank's share: such that there is a spread, and each fits.
+
+    >>> fitting_split(64, None), fitting_split(64, 32), fitting_split(64, 5), fitting_split(66, 4)
+    ((16, 4), (16, 4), (4, 16), (3, 22))
+    """
+    usual, _ = split_of(each, None, 1)
+    size = next(size for size in range(min(usual, largest or usual), 0, -1) if each % size == 0)
+    return size, each // size
+
+
 def split_of(effective_batch: int, micro_batch: int | None, ranks: int) -> tuple[int, int]:
     """Return micro-batch and accumulation of this effective batch; without a micro-batch such that there is a spread.
 

@@ -27,7 +27,11 @@ def summarize_tuned(tuned: Tuned) -> str:
     )
     good = advised["range_within_5_percent"]
     told = f"{split} ({advised['source']})"
-    return told if good is None or good[0] == good[1] else f"{told}; {good[0]:,} to {good[1]:,} are as good"
+    if good is None:
+        return told
+    if not good[0] <= advised["effective_batch"] <= good[1]:
+        return f"{told}; {advised['best_effective_batch']:,} would be soonest"
+    return told if good[0] == good[1] else f"{told}; {good[0]:,} to {good[1]:,} are as good"
 
 
 def tuned_columns(tuned: Tuned) -> Columns:
@@ -68,8 +72,8 @@ def tuned_remarks(tuned: Tuned) -> Iterator[str]:
     if isinstance(audit.get("exact"), bool):
         told = "exact" if audit["exact"] else f"NOT the gradient of the big batch ({audit['cause'] or 'cause unknown'})"
         yield f"accumulation: {told}, for {audit['what']}."
-        if not audit["exact"]:
-            yield "accumulation: bw.Accumulator makes it so; batchwright audit tells more, of your own loop too."
+        if not audit["exact"] and audit.get("remedy"):
+            yield f"accumulation: {audit['remedy']}"
     for name, section in run.items():
         why = section.get("skipped") if isinstance(section, dict) else None
         # Without a recommendation its reason is the summary, and the plan's is the same.

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def advise_run(run: dict[str, Any], ask: Ask, frameworks: Iterable[str]) -> None:
     """Write the plan and the recommendation into a run."""
     known = Known(run)
-    if known.micro_batch is None and known.times is None:
-        reason = "neither what fits nor how long a step takes is known"
+    if known.nothing_fits or (known.micro_batch is None and known.times is None):
+        reason = run["fit"]["skipped"] if known.nothing_fits else "neither what fits nor how long a step takes is known"
         run["plan"] = run["recommendation"] = {"skipped": reason}
         return
     critical, origin, note = _critical(run, known)
@@ -49,7 +49,7 @@ def advise_run(run: dict[str, Any], ask: Ask, frameworks: Iterable[str]) -> None
         time_to_target=curve(choice),
         changes=what_would_change(known, choice, keeps_batch=ask.effective_batch is not None),
         configs=dict(_configs(choice.plan, frameworks, None if rate is None else rate["recommended"])),
-        notes=tuple(text for text in (note,) if text),
+        notes=tuple(text for text in (note, _no_rate(known, rate)) if text),
     )
     run["plan"], run["recommendation"] = choice.plan.to_dict(), advised.to_dict()
 
@@ -74,6 +74,14 @@ def _critical(run: dict[str, Any], known: Known) -> tuple[CriticalBatch | None, 
         "and momentum: --branches measures it on this one"
     )
     return scale, "noise scale", note
+
+
+def _no_rate(known: Known, rate: dict[str, Any] | None) -> str:
+    about = known.section("workload") or {}
+    if rate is not None or about.get("optimizer") is None:
+        return ""
+    why = "groups of parameters have different ones" if about.get("learning_rate") is None else "nothing tells it"
+    return f"the learning rate is left as it is: {why}"
 
 
 def _configs(plan: Plan, frameworks: Iterable[str], rate: float | None) -> Iterable[tuple[str, str]]:

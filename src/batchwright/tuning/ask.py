@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.catalogue.gpus import names_a_card
 from batchwright.errors import InvalidInputError
-from batchwright.units import shortened, whole_number
+from batchwright.units import parse_bytes, shortened, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -47,7 +47,7 @@ class Ask:
         >>> Ask.read(skip=["noise"], devices=2).skip
         ('noise',)
         """
-        names = tuple(skip)
+        names = (skip,) if isinstance(skip, str) else tuple(skip)
         for name in names:
             if name not in STAGES:
                 raise InvalidInputError(
@@ -57,9 +57,11 @@ class Ask:
         asked = cls(skip=names, shape=dict(shape or {}), branch_batches=tuple(branch_batches), **told)
         whole_number(asked.devices, "devices")
         whole_number(asked.steps, "steps")
-        for number, name in ((asked.effective_batch, "effective batch"), (asked.limit, "limit")):
-            if number is not None:
-                whole_number(number, name)
+        for name in ("effective_batch", "limit", "noise_batch"):
+            if getattr(asked, name) is not None:
+                whole_number(getattr(asked, name), name.replace("_", " "))
+        if asked.memory is not None:
+            parse_bytes(asked.memory)
         return asked
 
     @property
@@ -71,10 +73,10 @@ class Ask:
         """Why a stage is not run, or None."""
         if stage in self.skip:
             return "skipped, as asked"
-        if self.is_on_card and stage in ("throughput", "audit", "noise", "branches"):
-            return f"{self.on} is simulated: nothing runs there"
         if stage == "branches" and not self.branch_batches:
             return "not asked for"
+        if self.is_on_card and stage in ("throughput", "audit", "noise", "branches"):
+            return f"{self.on} is simulated: nothing runs there"
         return None
 
     def command(self, target: str) -> str:

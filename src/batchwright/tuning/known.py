@@ -52,6 +52,11 @@ class Known:
         return size if isinstance(size, int) else None
 
     @property
+    def nothing_fits(self) -> bool:
+        """Whether a fit has found that not even the smallest micro-batch fits."""
+        return self.run["fit"].get("nothing_fits") is True
+
+    @property
     def why_no_larger(self) -> str:
         """Why the fit ended where it did, in its own words."""
         fit = self.section("fit") or {}
@@ -85,6 +90,11 @@ class Known:
         """The smallest that is within 5 % of the best throughput."""
         found = self.section("throughput")
         return None if found is None else int(found["fastest_micro_batch"])
+
+    @property
+    def timed_devices(self) -> int:
+        """On how many devices steps were timed."""
+        return int((self.section("throughput") or {}).get("devices") or 1)
 
     @property
     def times(self) -> TimeModel | None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from batchwright.noise.efficiency import steps_over_minimum
 from batchwright.planning.plan import plan
-from batchwright.tuning.recommendation import soonest
 
 if TYPE_CHECKING:
     from batchwright.tuning.known import Known
@@ -49,7 +47,7 @@ def what_would_change(known: Known, choice: Choice, *, keeps_batch: bool) -> tup
         size = limit.largest(2 * limit.limit_bytes)
         note = f"micro-batch {size:,} would fit" + (", and larger ones were not asked for" * (size >= limit.limit))
         found.append(_made(known, choice, "twice the memory", note, largest=size, keeps_batch=keeps_batch))
-    if known.times is None or choice.best is None:
+    if known.times is None or choice.by_batch is None:
         found.append(Change("twice the devices", note="needs the critical batch and the time of a step"))
     else:
         note = "without what devices take to talk to each other"
@@ -70,22 +68,22 @@ def _made(
     times_devices: int = 1,
     slower: float = 1.0,
 ) -> Change:
-    devices, wanted, times = choice.plan.devices * times_devices, choice.plan.effective_batch, known.times
+    devices, now, times = choice.plan.devices * times_devices, choice.by_batch, known.times
     if times is not None:
         times = replace(times, alpha=times.alpha * slower, beta=times.beta * slower)
-        if choice.best is not None and choice.critical is not None and not keeps_batch:
-            best = soonest(choice.critical, times, devices, largest)
-            wanted = best.in_micro_batches or best.value
-    elif not keeps_batch:
-        wanted = largest * devices  # as the recommendation itself, where nothing else is known
+    then = None
+    if now is not None and times is not None:
+        then = replace(now, times=times, devices=devices, largest=largest)
+    if keeps_batch:
+        wanted = choice.plan.effective_batch
+    elif then is not None:
+        wanted = then.soonest
+    else:
+        wanted = min(largest * devices, known.samples or largest * devices)  # as the recommendation itself
     made = plan(wanted, micro_batch=largest, devices=devices, samples=known.samples, times=times)
     ratio = None
-    if times is not None and known.times is not None:
-        ratio = times.step_seconds(made.split) / known.times.step_seconds(choice.plan.split)
-        if choice.best is not None:
-            critical = choice.best.noise_scale
-            ratio *= steps_over_minimum(made.effective_batch, critical)
-            ratio /= steps_over_minimum(choice.plan.effective_batch, critical)
+    if now is not None and then is not None:
+        ratio = then.at(made.effective_batch) / now.at(choice.plan.effective_batch)
     return Change(change, made.micro_batch, made.accumulation, made.effective_batch, ratio, "predicted", note)
 
 

@@ -20,6 +20,7 @@ from batchwright.memory.estimate import estimate
 from batchwright.memory.fake_model import build_skeleton
 from batchwright.noise.branches import measure_critical_batch
 from batchwright.noise.noise_run import measure_noise
+from batchwright.noise.training import fitting_split
 from batchwright.tuning.throughput import measure_throughput
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 # At most so many sizes are timed, from a small one up to the largest: the answer may be far below what fits.
 _TIMED_SIZES, _SMALL = 6, 8
 _NOISE_BATCH = 64
+_AUDITED = 8
 
 
 def describe_workload(workload: Workload, target: str | None, ask: Ask) -> dict[str, Any]:
@@ -61,19 +63,24 @@ def describe_workload(workload: Workload, target: str | None, ask: Ask) -> dict[
 
 def find_fit(work: Workload | str, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
     """Find the largest micro-batch; where nothing fits, say so and end here."""
-    found = fit(
-        work,
-        on=ask.on,
-        memory=ask.memory,
-        limit=ask.limit,
-        shapes=ask.shape,
-        # Gradients of one micro-batch live through the forward of the next.
-        accumulation=2,
-        progress=say,
-    )
-    if found.micro_batch is None:
-        raise NothingFitsError(f"no micro-batch fits: {found.reason}")
-    return found.to_dict()
+    try:
+        found = fit(
+            work,
+            on=ask.on,
+            memory=ask.memory,
+            limit=ask.limit,
+            shapes=ask.shape,
+            # Gradients of one micro-batch live through the forward of the next.
+            accumulation=2,
+            progress=say,
+        )
+        if found.micro_batch is not None:
+            return found.to_dict()
+        why = found.reason
+    except NothingFitsError as error:
+        why = str(error)
+    say(why)
+    return {"skipped": f"nothing fits: {why}", "nothing_fits": True}
 
 
 def predict(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
@@ -91,7 +98,7 @@ def predict(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
 
 def time_steps(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
     """Time steps from a small micro-batch up to the largest."""
-    largest = known.micro_batch or _NOISE_BATCH
+    largest = known.micro_batch or ask.limit or _NOISE_BATCH
     if work.data is not None:
         largest = min(largest, max(len(work.data) // max(ask.devices, 1), 1))
     return measure_throughput(work, sizes_to_time(largest), on=ask.on, shape=ask.shape or None, progress=say).to_dict()
@@ -111,7 +118,11 @@ def sizes_to_time(largest: int) -> list[int]:
 def audit_accumulation(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
     """Compare accumulated gradients with those of the big batch."""
     say("comparing the accumulated gradient with that of the big batch")
-    return audit_workload(work, micro_batch=2, accumulation=4, shape=ask.shape or None).to_dict()
+    # The big batch runs at once, beside the split.
+    most = min(known.micro_batch or _AUDITED, _AUDITED if work.data is None else len(work.data))
+    size = 2 if most >= _AUDITED else 1
+    found = audit_workload(work, micro_batch=size, accumulation=max(min(4, most // size), 2), shape=ask.shape or None)
+    return found.to_dict()
 
 
 def watch_noise(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
@@ -122,7 +133,14 @@ def watch_noise(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, A
     if work.data is not None and batch > len(work.data):
         raise InvalidInputError(f"a step of {batch:,} samples was asked for, and data= holds {len(work.data):,}.")
     return measure_noise(
-        work, effective_batch=batch, steps=ask.steps, on=ask.on, shape=ask.shape or None, seed=ask.seed, progress=say
+        work,
+        effective_batch=batch,
+        steps=ask.steps,
+        micro_batch=fitting_split(batch // ask.devices, known.micro_batch)[0],
+        on=ask.on,
+        shape=ask.shape or None,
+        seed=ask.seed,
+        progress=say,
     ).to_dict()
 
 
@@ -133,6 +151,7 @@ def train_branches(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str
         batches=ask.branch_batches,
         steps=max(ask.steps // 2, 20),
         seeds=2,
+        largest=known.micro_batch,
         on=ask.on,
         shape=ask.shape or None,
         progress=say,

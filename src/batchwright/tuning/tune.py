@@ -46,6 +46,8 @@ _RUNS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 # Ranks train together from here on; before, each probe makes a group of its own.
 _TRAINS = ("throughput", "audit", "noise", "branches")
+# Between two parts of one run.
+_MAY_DIFFER = ("skip", "command", "batchwright", "torch", "python")
 
 
 def tune(
@@ -104,7 +106,8 @@ def tune(
     path = None if file is None or not _is_first_rank() else Path(file)
     workload = load_workload(work) if isinstance(work, str) else work
     target = work if isinstance(work, str) else None
-    run = _resumed(path, ask, say) if resume else _new(stages.describe_workload(workload, target, ask))
+    about = stages.describe_workload(workload, target, ask)
+    run = _resumed(path, about, ask, say) if resume else _new(about)
     known = Known(run)
     seconds: dict[str, float] = run["workload"].setdefault("seconds", {})
     with ExitStack() as ranks:
@@ -112,7 +115,7 @@ def tune(
         for number, stage in enumerate(STAGES, 1):
             if is_done(run[stage]):
                 continue
-            why = ask.why_not(stage)
+            why = ask.why_not(stage) or ("nothing fits" if stage in _TRAINS and known.nothing_fits else None)
             if why is not None:
                 run[stage] = {"skipped": why}
                 continue
@@ -140,9 +143,9 @@ def _new(about: dict[str, Any]) -> dict[str, Any]:
     return {**new_run(created), "workload": about}
 
 
-def _resumed(path: Path | None, ask: Ask, say: Callable[[str], None]) -> dict[str, Any]:
+def _resumed(path: Path | None, about: dict[str, Any], ask: Ask, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the run to go on with, the same on every rank: one that left out a stage alone would wait for ever."""
-    found = [_read(path, ask, say) if _is_first_rank() else None]
+    found = [_read(path, about, say) if _is_first_rank() else None]
     with process_group(ask.on):
         if dist.is_initialized():
             dist.broadcast_object_list(found)
@@ -151,7 +154,7 @@ def _resumed(path: Path | None, ask: Ask, say: Callable[[str], None]) -> dict[st
     return {**run, "finished": False}
 
 
-def _read(path: Path | None, ask: Ask, say: Callable[[str], None]) -> dict[str, Any]:
+def _read(path: Path | None, about: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
     if path is None or not path.exists():
         raise InvalidInputError(
             f"there is no run to resume at '{path}'.", remedy="--run-file FILE of a run that was begun"
@@ -159,8 +162,7 @@ def _read(path: Path | None, ask: Ask, say: Callable[[str], None]) -> dict[str, 
     run, damaged = read_run_to_resume(path)
     if damaged:
         say(f"damaged in '{path}', and measured again: {', '.join(damaged)}")
-    now = {name: value for name, value in ask.to_dict().items() if name != "skip"}
-    different = [name for name in now if now[name] != run["workload"].get(name)]
+    different = [name for name in about if name not in _MAY_DIFFER and about[name] != run["workload"].get(name)]
     if different:
         raise InvalidInputError(
             f"the run at '{path}' was asked something else: {', '.join(different)} differ.",

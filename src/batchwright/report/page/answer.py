@@ -111,7 +111,10 @@ def _around(run: Data, found: Data) -> Html:
         facts.append(("learning rate", joined([figure_with(figures.small(value), source, span), _was(rate)])))
     if (ends := good_range(run)) is not None:
         text = " to ".join(figures.count(end) for end in ends)
-        facts.append(("as good, within 5\N{NO-BREAK SPACE}%", figure_with(text, text_in(found, "source"))))
+        chosen = number_in(found, "effective_batch")
+        is_inside = chosen is None or ends[0] <= chosen <= ends[1]
+        name = f"{'as good' if is_inside else 'soonest'}, within 5\N{NO-BREAK SPACE}%"
+        facts.append((name, figure_with(text, "predicted")))
     critical = mapping_in(found, "critical_batch")
     if critical:
         facts.append(("critical batch", _critical(critical, text_in(found, "critical_batch_from"))))

@@ -61,7 +61,7 @@ def _savings(savings: list[Data], run: Data) -> Html:
     where = "" if size is None else f" at micro-batch {figures.count(size)}"
     names = [joined([text_in(row, "change"), element("span", text_in(row, "note"), class_="under")]) for row in savings]
     peaks = [figures.memory(number_in(row, "peak_bytes")) for row in savings]
-    now = next((n for k in ("device", "reserved", "allocated") if (n := number_in(found, "peak_bytes", k))), None)
-    title = element("h3", f"What each would leave of the peak{where} ", mark(text_in(found, "source")))
+    now = number_in(found, "peak_bytes", "allocated")
+    title = element("h3", f"What each would leave of the allocated peak{where} ", mark(text_in(found, "source")))
     columns = [("with", ["as it is", *names]), ("peak", [figures.memory(now), *peaks])]
     return joined([title, table(columns, label="Table of peaks under each change", style="first-chosen")])
