@@ -65,5 +65,12 @@ SLOW = (
     "tests/cli/test_tune.py::test_ranks_of_torchrun_give_one_answer_and_one_run",
     "tests/examples/test_training_scripts.py::test_it_is_tuned_as_its_top_says[trainer]",
     "tests/examples/test_training_scripts.py::test_it_is_tuned_as_its_top_says[lightning_module]",
+    "tests/planning/test_dialects.py::test_the_pytorch_loop_under_torchrun_equals_one_big_step[2-exact]",
+    "tests/examples/test_training_scripts.py::test_it_is_tuned_as_its_top_says[plain_loop]",
+    "tests/fitting/test_ranks.py::test_what_happens_on_one_rank_is_the_answer_of_all",
+    "tests/test_readme.py::test_block_runs_as_printed[README.md:202]",
+    "tests/test_readme.py::test_block_runs_as_printed[estimate.md:181]",
+    "tests/test_readme.py::test_block_runs_as_printed[estimate.md:223]",
+    "tests/test_readme.py::test_block_runs_as_printed[estimate.md:238]",
     "tests/fitting/test_on_simulated_card.py::test_one_of_several_ranks_holds_its_shard_and_fits_more",
 )

@@ -116,6 +116,12 @@ def test_an_interval_holds_its_value_and_never_a_number_that_is_none(pairs: list
         assert found.value <= found.high * (1 + 1e-9)
 
 
+def test_numbers_whose_squares_are_zero_stay_inside() -> None:
+    found = fieller([0.0, 0.0, 0.0, 0.0, 7.5e-168], [0.0, 0.0, 1.0, 1.0, 1.0])
+    assert found is not None
+    assert found.low <= found.value <= found.high
+
+
 @pytest.mark.parametrize("least", [5e-324, 1e-193, 1e-100])
 def test_a_signal_next_to_nothing_is_not_told_from_zero(least: float) -> None:
     found = fieller([1.0, 2.0, 1.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0, least])

@@ -16,7 +16,7 @@ from tests.tuning.runs import CRITICAL, by_hand
 
 def advised(run: dict[str, Any] | None = None, **asked: Any) -> dict[str, Any]:
     run = run or by_hand()
-    advise_run(run, Ask.read(**asked), FRAMEWORKS)
+    advise_run(run, Ask.read(**asked))
     found: dict[str, Any] = run["recommendation"]
     return found
 

@@ -53,6 +53,7 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
     torchrun --nproc-per-node 2 -m batchwright tune train.py:workload
     """
     from batchwright.cli.estimate import parse_shape
+    from batchwright.report.console import render_plain
     from batchwright.targets import find_target
 
     options["shape"] = parse_shape(options.pop("shapes"))
@@ -81,7 +82,7 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
     advised = found.run["recommendation"]
     if framework is not None and "skipped" not in advised and not as_json:
         # Only what is to be pasted goes to stdout, so that `> config.json` is a config.
-        click.echo(str(found), err=True)
+        click.echo(render_plain(found), err=True)
         click.echo(advised["configs"][framework.lower()])
         return 0
     print_found(found, as_json=as_json)

@@ -72,9 +72,12 @@ def fieller(
     freedom = 2 * (number - 1) ** 2 / (3 * number - 4)
     t = student_t(0.5 + confidence / 2, freedom)
     low, high = _set_of_ratios(mean_a, mean_c, t * t * var_a, t * t * var_c, t * t * cov)
+    # T itself is not negative; its estimate may be, where there is next to no noise.
+    value = max(mean_a, 0.0) / mean_c if mean_c > 0 else math.inf
+    if math.isfinite(high):
+        low, high = min(low, value), max(high, value)  # squares of the smallest numbers are 0
     return Interval(
-        # T itself is not negative; its estimate may be, where there is next to no noise.
-        value=max(mean_a, 0.0) / mean_c if mean_c > 0 else math.inf,
+        value=value,
         low=low,
         high=high,
         further_steps=0 if math.isfinite(high) else _further_steps(mean_c, var_c, len(a), t),

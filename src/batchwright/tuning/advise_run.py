@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import BatchwrightError, NotExpressibleError
+from batchwright.planning.dialects.registry import FRAMEWORKS
 from batchwright.tuning.known import Known, critical_from
 from batchwright.tuning.other_setups import what_would_change
 from batchwright.tuning.rate_advice import learning_rate
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
     from batchwright.planning.plan import Plan
     from batchwright.tuning.ask import Ask
 
+# Beyond it a line is a rough picture of the step times.
+_POOR = 0.15
 
-def advise_run(run: dict[str, Any], ask: Ask, frameworks: Iterable[str]) -> None:
+
+def advise_run(run: dict[str, Any], ask: Ask) -> None:
     """Write the plan and the recommendation into a run."""
     known = Known(run)
     if known.nothing_fits or (known.micro_batch is None and known.times is None):
@@ -39,17 +43,17 @@ def advise_run(run: dict[str, Any], ask: Ask, frameworks: Iterable[str]) -> None
     except BatchwrightError as error:
         run["plan"] = run["recommendation"] = {"skipped": f"failed: {error}"}
         return
-    times, rate = known.times, learning_rate(known, choice)
+    rate = learning_rate(known, choice)
     advised = Advised(
         name=run["workload"]["name"],
         on=ask.on,
         choice=choice,
         learning_rate=rate,
-        seconds_per_step=None if times is None else times.step_seconds(choice.plan.split),
+        seconds_per_step=known.step_seconds(choice.plan),
         time_to_target=curve(choice),
         changes=what_would_change(known, choice, keeps_batch=ask.effective_batch is not None),
-        configs=dict(_configs(choice.plan, frameworks, None if rate is None else rate["recommended"])),
-        notes=tuple(text for text in (note, _no_rate(known, rate)) if text),
+        configs=dict(_configs(choice.plan, None if rate is None else rate["recommended"])),
+        notes=tuple(text for text in (note, _no_rate(known, rate), _poor_line(known)) if text),
     )
     run["plan"], run["recommendation"] = choice.plan.to_dict(), advised.to_dict()
 
@@ -84,8 +88,15 @@ def _no_rate(known: Known, rate: dict[str, Any] | None) -> str:
     return f"the learning rate is left as it is: {why}"
 
 
-def _configs(plan: Plan, frameworks: Iterable[str], rate: float | None) -> Iterable[tuple[str, str]]:
-    for name in frameworks:
+def _poor_line(known: Known) -> str:
+    error = None if known.times is None else known.times.largest_error
+    if error is None or error < _POOR:
+        return ""
+    return f"the line through the step times misses one by {100 * error:.0f} %: treat times between sizes as rough"
+
+
+def _configs(plan: Plan, rate: float | None) -> Iterable[tuple[str, str]]:
+    for name in FRAMEWORKS:
         try:
             yield name, plan.snippet(name, learning_rate=rate)
         except NotExpressibleError as error:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchwright.noise.critical_batch import CriticalBatch
 from batchwright.planning.times import TimedPoint, TimeModel, fit_times
 from batchwright.tuning.run_file import is_done
+
+if TYPE_CHECKING:
+    from batchwright.planning.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,15 @@ class Known:
             return None
         points = [TimedPoint(p["micro_batch"], p["seconds"], p["accumulation"]) for p in found["times"]["points"]]
         return fit_times(points)
+
+    def step_seconds(self, plan: Plan) -> float | None:
+        """What one step of a plan takes: as it was timed, else by the time model."""
+        if self.times is None:
+            return None
+        for point in self.times.points:
+            if (point.micro_batch, point.accumulation) == (plan.micro_batch, plan.accumulation):
+                return point.seconds
+        return self.times.step_seconds(plan.split)
 
     @property
     def noise_scale(self) -> CriticalBatch | None:

@@ -42,7 +42,7 @@ def what_would_change(known: Known, choice: Choice, *, keeps_batch: bool) -> tup
     if known.is_at_limit:
         found.append(Change("twice the memory", note=f"would change nothing: {known.why_no_larger}"))
     elif limit is None:
-        found.append(Change("twice the memory", note="what fits was not measured under a limit"))
+        found.append(Change("twice the memory", note="needs a limit, and what a sample takes: a fit, or the trace"))
     else:
         size = limit.largest(2 * limit.limit_bytes)
         note = f"micro-batch {size:,} would fit" + (", and larger ones were not asked for" * (size >= limit.limit))

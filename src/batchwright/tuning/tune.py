@@ -21,7 +21,6 @@ from batchwright.device.device import open_device
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.memory.on_card import card_named
 from batchwright.noise.process_group import process_group
-from batchwright.planning.dialects.registry import FRAMEWORKS
 from batchwright.targets import load_workload
 from batchwright.tuning import stages
 from batchwright.tuning.advise_run import advise_run
@@ -115,7 +114,7 @@ def tune(
         for number, stage in enumerate(STAGES, 1):
             if is_done(run[stage]):
                 continue
-            why = ask.why_not(stage) or ("nothing fits" if stage in _TRAINS and known.nothing_fits else None)
+            why = ask.why_not(stage) or (_cannot_train(workload, known) if stage in _TRAINS else None)
             if why is not None:
                 run[stage] = {"skipped": why}
                 continue
@@ -133,9 +132,15 @@ def tune(
             finally:
                 seconds[stage] = time.monotonic() - start
                 _keep(run, path, say)
-    advise_run(run, ask, FRAMEWORKS)
+    advise_run(run, ask)
     run["finished"] = True
     return Tuned(run, file=path if _keep(run, path, say) else None)
+
+
+def _cannot_train(workload: Workload, known: Known) -> str | None:
+    if known.nothing_fits:
+        return "nothing fits"
+    return "the workload has no optimizer: it only infers" if workload.optimizer is None else None
 
 
 def _new(about: dict[str, Any]) -> dict[str, Any]:

@@ -148,7 +148,8 @@ def _critical(critical: Data, where_from: str) -> Html:
 
 def _was_timed(run: Data, found: Data) -> bool:
     wanted = [number_in(found, key) for key in ("micro_batch", "accumulation")]
-    rows = rows_in(section_of(run, "throughput"), "rows")
+    timed = section_of(run, "throughput")
+    rows = rows_in(timed, "rows") if number_in(timed, "devices") == number_in(found, "devices") else []
     return any([number_in(row, key) for key in ("micro_batch", "accumulation")] == wanted for row in rows)
 
 

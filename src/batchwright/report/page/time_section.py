@@ -7,7 +7,7 @@ from functools import partial
 from batchwright.report.page import figures
 from batchwright.report.page.chart import Chart, at_both_widths, legend
 from batchwright.report.page.markup import Html, element, figure_with, joined, missing, section
-from batchwright.report.page.reading import Data, number_in, section_of, text_in, why_missing
+from batchwright.report.page.reading import Data, number_in, section_of, why_missing
 from batchwright.report.page.scale import Scale, doubling_ticks, log_ticks
 from batchwright.report.page.series import TimeAt, good_range, times_to_target
 
@@ -35,15 +35,15 @@ def draw_time(run: Data) -> Html:
 
 
 def _lead(found: Data, ends: tuple[float, float] | None) -> Html:
-    soonest, source = number_in(found, "best_effective_batch"), text_in(found, "source")
+    soonest = number_in(found, "best_effective_batch")
     pieces: list[str] = []
     if soonest is not None:
-        pieces += ["A batch of ", figure_with(figures.count(soonest), source), " reaches the loss soonest"]
+        pieces += ["A batch of ", figure_with(figures.count(soonest), "predicted"), " reaches the loss soonest"]
     if ends is not None:
         text = " to ".join(figures.count(end) for end in ends)
         pieces += [
             "; " if pieces else "Batches of ",
-            figure_with(text, source),
+            figure_with(text, "predicted"),
             " take at most 5\N{NO-BREAK SPACE}% longer",
         ]
     return element("p", joined(pieces), ".", class_="lead") if pieces else Html("")
