@@ -53,7 +53,9 @@ def test_it_is_tuned_as_its_top_says(script: str, tmp_path: Path) -> None:
     found = run["recommendation"]
     size, accumulation, devices = (found[name] for name in ("micro_batch", "accumulation", "devices"))
     assert told.startswith(f"micro-batch {size} x accumulation {accumulation} x devices {devices} = ")
-    assert size <= 16
+    assert found["effective_batch"] == size * accumulation * devices
+    assert found["seconds_per_step"] > 0
+    assert found["best_effective_batch"] or not found["critical_batch"]
     assert run["fit"]["micro_batch"] == 16
     assert run["audit"]["exact"]
     assert devices == (2 if train.startswith("torchrun") else 1)

@@ -3,7 +3,7 @@
 Pure arithmetic over what a run has measured.
 
 Promises:
-- an effective batch that was asked for is kept, and what would be better is said beside it;
+- an effective batch that was asked for is kept, as nearly as equal micro-batches allow, and a better one is said;
 - without a critical batch or without times nothing is made up: what is missing, and what stands in for it, is told;
 - every answer says what it rests on, and the range that is as good.
 """
@@ -14,6 +14,7 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from batchwright.noise.critical_batch import figure
 from batchwright.planning.plan import plan
 from batchwright.tuning.time_by_batch import TimeByBatch
 from batchwright.units import counted
@@ -149,7 +150,9 @@ def value_used(critical: CriticalBatch) -> float | None:
 def _why_soonest(by_batch: TimeByBatch, made: Plan, critical: CriticalBatch | None) -> str:
     low, high = by_batch.as_good
     about = (
-        f"{critical}" if critical is not None and critical.resolved else f"about {by_batch.critical:.3g}: {critical}"
+        f"{critical}"
+        if critical is not None and critical.resolved
+        else f"about {figure(by_batch.critical)}: {critical}"
     )
     told = (
         f"{counted(by_batch.soonest, 'sample')} per step would reach the loss soonest at a critical batch of {about}; "
