@@ -8,11 +8,12 @@ Promises:
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any, NoReturn
 
 import click
+
+from batchwright.noise.process_group import is_first_rank
 
 # Name and one-line help of each command, in the order a person asks. Kept here, so that `--help` need not
 # import the commands; a test compares each line with the command's own.
@@ -126,7 +127,7 @@ def _run(args: list[str] | None) -> int:
 
         if isinstance(error, BatchwrightError):
             # Ranks share their errors: one message is enough.
-            if os.environ.get("RANK", "0") == "0":
+            if is_first_rank():
                 # A step that failed in a child process tells of itself by its traceback.
                 click.echo(str(error) if error.exit_code == 3 else f"Error: {error}", err=True)
                 _show_notes(error)

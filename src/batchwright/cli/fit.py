@@ -6,7 +6,6 @@ Promises:
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +15,7 @@ from batchwright.cli.options import Amount, Count, json_option, print_found
 from batchwright.cli.then_job import check_job, run_jobs
 from batchwright.errors import InvalidInputError
 from batchwright.fitting.question import Question
+from batchwright.noise.process_group import is_first_rank
 from batchwright.targets import find_target
 from batchwright.units import parse_whole_number, shortened
 
@@ -76,7 +76,7 @@ def command(target: str, as_json: bool, **options: Any) -> int:
     check_question(shapes, options)
     find_target(target)
     # Under torchrun every rank comes to the same answer; one of them tells it.
-    speaks = os.environ.get("RANK", "0") == "0"
+    speaks = is_first_rank()
     found = _find(target, shapes, margin, options, speaks=speaks)
     if not speaks:
         return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import redirect_stdout
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import click
 
 from batchwright.cli.options import Count, json_option, print_found
+from batchwright.noise.process_group import is_first_rank
 
 
 @click.command("noise")
@@ -52,7 +52,7 @@ def command(target: str, as_json: bool, **options: Any) -> int:
         check_ending(plot)
     find_target(target)
     # Under torchrun every rank comes to the same answer; one of them tells it.
-    speaks = os.environ.get("RANK", "0") == "0"
+    speaks = is_first_rank()
     found = _measure(target, {**options, "shape": shape, "times": times}, speaks=speaks)
     if not speaks:
         return 0

@@ -12,6 +12,7 @@ import click
 
 from batchwright.cli.options import Amount, Count, json_option, print_found
 from batchwright.errors import InvalidInputError
+from batchwright.noise.process_group import is_first_rank
 from batchwright.planning.dialects.registry import FRAMEWORKS, find_dialect
 from batchwright.units import parse_whole_number
 
@@ -75,7 +76,7 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
         raise InvalidInputError(problem, remedy="--run-file FILE in a folder that exists")
     if file.is_dir():
         raise InvalidInputError(f"'{file}' is a folder, not a file for the run.", remedy="--run-file run.json")
-    speaks = os.environ.get("RANK", "0") == "0"
+    speaks = is_first_rank()
     found = _tune(target, options, speaks=speaks)
     if not speaks:
         return 0

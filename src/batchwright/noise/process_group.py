@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+def is_first_rank() -> bool:
+    """Whether this process speaks for all ranks; without torchrun it does."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def process_group(on: str) -> Iterator[str]:
     """Join the other ranks under torchrun, and yield this rank's device; without torchrun do nothing.

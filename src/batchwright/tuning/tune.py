@@ -9,7 +9,6 @@ Promises:
 from __future__ import annotations
 
 import datetime
-import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from batchwright.device.device import open_device
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.memory.on_card import card_named
-from batchwright.noise.process_group import process_group
+from batchwright.noise.process_group import is_first_rank, process_group
 from batchwright.targets import load_workload
 from batchwright.tuning import stages
 from batchwright.tuning.advise_run import advise_run
@@ -102,7 +101,7 @@ def tune(
         skip=skip,
     )
     card_named(ask.on) if ask.is_on_card else open_device(ask.on)  # one that is not there is refused at once
-    path = None if file is None or not _is_first_rank() else Path(file)
+    path = None if file is None or not is_first_rank() else Path(file)
     workload = load_workload(work) if isinstance(work, str) else work
     target = work if isinstance(work, str) else None
     about = stages.describe_workload(workload, target, ask)
@@ -150,7 +149,7 @@ def _new(about: dict[str, Any]) -> dict[str, Any]:
 
 def _resumed(path: Path | None, about: dict[str, Any], ask: Ask, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the run to go on with, the same on every rank: one that left out a stage alone would wait for ever."""
-    found = [_read(path, about, say) if _is_first_rank() else None]
+    found = [_read(path, about, say) if is_first_rank() else None]
     with process_group(ask.on):
         if dist.is_initialized():
             dist.broadcast_object_list(found)
@@ -174,10 +173,6 @@ def _read(path: Path | None, about: dict[str, Any], say: Callable[[str], None]) 
             remedy="the same options, or another --run-file FILE",
         )
     return run
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _section(stage: str, work: Any, known: Known, ask: Ask, say: Callable[[str], None]) -> dict[str, Any]:
