@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import batchwright as bw
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -85,6 +87,10 @@ class TestAudit:
         told = json.loads(ran.out)
         assert (ran.code, told["schema"], told["exact"], told["cause"]) == (0, 1, True, None)
         assert [split["split"] for split in told["splits"]] == ["1x8", "4x2"]
+
+    def test_the_text_is_that_of_print(self, run: Run) -> None:
+        ran = run("audit", "train.py:undivided")
+        assert ran.out == f"{bw.audit('train.py:undivided')}\n"
 
     def test_a_bug_in_the_loop_keeps_its_traceback(self, run: Run) -> None:
         ran = run("audit", "train.py:buggy")

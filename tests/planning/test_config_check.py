@@ -87,7 +87,7 @@ def test_training_arguments_in_json_and_yaml(tmp_path: Path) -> None:
     assert from_json.agrees
     assert from_json.effective_batch == from_yaml.effective_batch == 80
     assert from_yaml.findings == ("4 x 4 x 5 devices = 80",)
-    assert str(from_yaml).endswith("args.yaml: TrainingArguments agrees for 5 devices")
+    assert str(from_yaml).splitlines()[0].endswith("args.yaml: TrainingArguments agrees for 5 devices")
 
 
 def test_auto_beside_numbers_still_has_to_divide(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from batchwright.memory.every_card import estimate_every_card
 from batchwright.noise.critical_batch import CriticalBatch
 from batchwright.noise.learning_rate_change import learning_rate_change
 from batchwright.noise.noise_run import measure_noise
+from batchwright.printed_result import PrintedResult
 from batchwright.report.console import render_plain
 
 if TYPE_CHECKING:
@@ -142,10 +143,24 @@ def test_a_result_is_html_that_is_whole_by_itself_with_names_as_text(found: Any)
         assert "<script>alert(1)</script>\"'" in words
 
 
-def test_a_result_has_words_for_a_terminal(found: Any) -> None:
-    has_drawing = hasattr(found, "__rich__")
-    assert (render_plain(found) if has_drawing else str(found)).strip()
-    assert has_drawing or "__str__" in vars(type(found))
+def test_print_of_a_result_is_the_text_of_its_command(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = str(found)
+    assert text.strip()
+    assert "\x1b" not in text
+    if hasattr(found, "__rich__"):
+        assert isinstance(found, PrintedResult)
+        assert text == render_plain(found)
+    for name, value in {"COLUMNS": "30", "FORCE_COLOR": "1", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
+    assert str(found) == text
+
+
+def test_the_repr_of_a_result_is_one_short_line(found: Any) -> None:
+    if isinstance(found, PrintedResult):
+        assert repr(found).startswith(f"{type(found).__name__}(")
+        assert len(repr(found)) < 300
+        assert "\n" not in repr(found)
+        assert "=None" not in repr(found).split(",")[0]
 
 
 def drawn_classes() -> dict[str, set[str]]:
@@ -155,7 +170,7 @@ def drawn_classes() -> dict[str, set[str]]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-                if methods & {"__rich__", "_repr_html_"}:
+                if methods & {"__rich__", "_repr_html_"} and node.name != PrintedResult.__name__:
                     found[node.name] = methods
     return found
 

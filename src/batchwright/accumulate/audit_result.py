@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from batchwright.printed_result import PrintedResult
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -49,9 +51,11 @@ class SplitAudit:
         return "+".join(map(str, self.sizes))
 
 
-@dataclass(frozen=True)
-class Audit:
+@dataclass(frozen=True, repr=False)
+class Audit(PrintedResult):
     """The verdict on one training step: all splits, the worst of them in figures, and the likely cause."""
+
+    in_repr = ("name", "exact", "ratio", "relative_error", "cause")
 
     name: str
     what: str

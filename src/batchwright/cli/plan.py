@@ -94,8 +94,10 @@ def command(
         said = {"framework": framework.lower(), "config": settings, "snippet": snippet, "not_in_config": unspoken}
         print_json({**answer.to_dict(), **said})
         return 0
+    from batchwright.report.plan_text import summarize_plan
+
     # Only what is to be pasted goes to stdout, so that `> config.json` is a config.
-    click.echo(str(answer), err=True)
+    click.echo(summarize_plan(answer), err=True)
     if unspoken:
         click.echo(f"{framework} has no setting for {', '.join(unspoken)}: set it where you make the loaders", err=True)
     click.echo(snippet)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from batchwright.printed_result import PrintedResult
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -50,9 +52,11 @@ class Restored:
     not_covered: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Fit:
+@dataclass(frozen=True, repr=False)
+class Fit(PrintedResult):
     """The largest micro-batch that fits on a device, certified by having run."""
+
+    in_repr = ("name", "on", "micro_batch", "limit", "certified")
 
     name: str
     on: str

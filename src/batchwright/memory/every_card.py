@@ -15,6 +15,7 @@ from batchwright.memory.cards_alike import CardsAlike
 from batchwright.memory.estimate import LARGEST_MICRO_BATCH, check_ranks, check_shape, without_torchs_own_log
 from batchwright.memory.on_card import OnCard, device_peak, read_settings
 from batchwright.memory.tracing import check_batches
+from batchwright.printed_result import PrintedResult
 from batchwright.simulated.simulated_card import kernels_of
 
 if TYPE_CHECKING:
@@ -41,9 +42,11 @@ class CardRow:
     """None where not even 1 runs."""
 
 
-@dataclass(frozen=True)
-class EveryCard:
+@dataclass(frozen=True, repr=False)
+class EveryCard(PrintedResult):
     """The cards of the catalogue, the smallest that takes the step first."""
+
+    in_repr = ("name", "micro_batch", "fits")
 
     name: str
     micro_batch: int

@@ -18,6 +18,7 @@ from batchwright.memory.formulas import checked_length
 from batchwright.memory.numerics import Setup
 from batchwright.memory.rule_of_thumb import RuleOfThumb, apply_rule
 from batchwright.memory.step_moments import step_moments
+from batchwright.printed_result import PrintedResult
 from batchwright.units import format_bytes, parse_bytes, shortened
 
 if TYPE_CHECKING:
@@ -65,13 +66,15 @@ class Answer:
     """The card whose memory it is, where one was named."""
 
 
-@dataclass(frozen=True)
-class Recommendation:
+@dataclass(frozen=True, repr=False)
+class Recommendation(PrintedResult):
     """A micro-batch for each model and each memory that was asked about.
 
     >>> recommend("7b", "24GiB").answers[0].recommended_batch_size
     2
     """
+
+    in_repr = ("task", "tuning", "seq_len", "precision", "fits")
 
     task: str
     tuning: str

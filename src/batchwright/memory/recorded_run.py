@@ -17,7 +17,7 @@ import torch
 from batchwright.device.device import open_device
 from batchwright.device.peak_bytes import PeakBytes
 from batchwright.errors import InvalidInputError, NothingFitsError, StepFailedError
-from batchwright.units import shortened, whole_number
+from batchwright.units import format_bytes, shortened, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,6 +46,12 @@ class RecordedRun:
     def to_dict(self) -> dict[str, Any]:
         """Return the run as plain data, as it is written."""
         return {"schema": _SCHEMA, "source": "measured", **asdict(self)}
+
+    def __str__(self) -> str:
+        shape = "".join(f", {name} {value}" for name, value in self.shape.items())
+        kinds = ((kind, getattr(self.peak_bytes, kind)) for kind in ("allocated", "reserved", "device"))
+        peaks = ", ".join(f"{format_bytes(size)} {kind}" for kind, size in kinds if size is not None)
+        return f"{self.name} on {self.product}: micro-batch {self.micro_batch:,}{shape}: peak {peaks}"
 
 
 def record_run(

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from batchwright.printed_result import PrintedResult
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -67,9 +69,11 @@ class Saving:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Estimate:
+@dataclass(frozen=True, repr=False)
+class Estimate(PrintedResult):
     """The peak of a step and where it comes from."""
+
+    in_repr = ("name", "micro_batch", "on", "peak", "limit_bytes", "max_micro_batch", "fits")
 
     name: str
     micro_batch: int

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchwright.noise.efficiency import checked_batch, time_to_loss
+from batchwright.printed_result import PrintedResult
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,9 +37,11 @@ class StepSeconds:
         return first <= batch and (last is None or batch <= last)
 
 
-@dataclass(frozen=True)
-class BestBatch:
+@dataclass(frozen=True, repr=False)
+class BestBatch(PrintedResult):
     """The effective batch that reaches the loss soonest, the range that is as good, and why."""
+
+    in_repr = ("value", "low", "high", "range_within_5_percent")
 
     value: int
     low: int

@@ -16,6 +16,7 @@ import numpy as np
 from batchwright.errors import InvalidInputError
 from batchwright.noise.critical_batch import CriticalBatch
 from batchwright.noise.interval import LEAST_OBSERVATIONS, fieller
+from batchwright.printed_result import PrintedResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,9 +40,11 @@ class Branch:
         return sum(known) / len(known) if known and len(known) == len(self.steps) else None
 
 
-@dataclass(frozen=True)
-class MeasuredCriticalBatch:
+@dataclass(frozen=True, repr=False)
+class MeasuredCriticalBatch(PrintedResult):
     """The critical batch from the steps-examples curve, beside the noise scale that stands in for it."""
+
+    in_repr = ("critical_batch", "noise_scale", "target_loss")
 
     critical_batch: CriticalBatch
     min_steps: float

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from batchwright.printed_result import PrintedResult
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -31,9 +33,11 @@ class TrendPoint:
         return {"step": self.step, "samples": self.samples, "loss": loss, **self.critical_batch.to_dict()}
 
 
-@dataclass(frozen=True)
-class NoiseRun:
+@dataclass(frozen=True, repr=False)
+class NoiseRun(PrintedResult):
     """A short training run, and what its gradients say of the batch in use."""
+
+    in_repr = ("name", "critical_batch", "effective_batch", "steps")
 
     name: str
     critical_batch: CriticalBatch

@@ -57,6 +57,9 @@ class RampDecision:
         """Return the decision as plain data."""
         return {**asdict(self), "critical_batch": self.critical_batch.to_dict()}
 
+    def __str__(self) -> str:
+        return f"step {self.step:,}: accumulation {self.accumulation_before} -> {self.accumulation}: {self.reason}"
+
 
 class BatchRamp:
     """Double the accumulation when the critical batch has risen far enough; call `update` with every finished step.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from batchwright.errors import InvalidInputError
 from batchwright.planning.learning_rate import LearningRateRule, checked_learning_rate, rule_for
 from batchwright.planning.remedies import REMEDIES, Case, Option, Setting
+from batchwright.printed_result import PrintedResult
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
@@ -22,14 +23,16 @@ PROBLEMS = tuple(REMEDIES)
 _ALSO_KNOWN_AS = {"oom": "out-of-memory", "out of memory": "out-of-memory", "out_of_memory": "out-of-memory"}
 
 
-@dataclass(frozen=True)
-class Advice:
+@dataclass(frozen=True, repr=False)
+class Advice(PrintedResult):
     """What to change, best first, and what else helps.
 
     >>> advice = advise("out-of-memory", micro_batch=8)
     >>> [(option.after.micro_batch, option.after.accumulation) for option in advice.options]
     [(4, 2), (2, 4), (1, 8)]
     """
+
+    in_repr = ("problem",)
 
     problem: str
     before: Setting
@@ -57,11 +60,6 @@ class Advice:
             "further": list(self.further),
             "learning_rate_rule": self.rule.to_dict(),
         }
-
-    def __str__(self) -> str:
-        from batchwright.report.advice_text import summarize_advice
-
-        return summarize_advice(self)
 
     def __rich__(self) -> RenderableType:
         from batchwright.report.advice_text import draw_advice

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from batchwright.errors import InvalidInputError
 from batchwright.planning.batch_triangle import AUTO, MICRO, STEPS, TOTAL, Number, judge_triangle
 from batchwright.planning.config_file import read_config
+from batchwright.printed_result import PrintedResult
 from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
@@ -37,9 +38,11 @@ _DEEPSPEED = {TOTAL, MICRO, "zero_optimization", "zero_allow_untested_optimizer"
 _DEEPSPEED_SECTIONS = ("fp16", "bf16", "optimizer", "scheduler", "zero_optimization")
 
 
-@dataclass(frozen=True)
-class ConfigCheck:
+@dataclass(frozen=True, repr=False)
+class ConfigCheck(PrintedResult):
     """What a config's batch numbers come to, and whether they agree."""
+
+    in_repr = ("path", "kind", "devices", "agrees", "effective_batch")
 
     path: str
     kind: str
@@ -55,11 +58,6 @@ class ConfigCheck:
         """Return the check as plain data, the same as `batchwright plan --check FILE --json` prints."""
         lists = {"findings": list(self.findings), "changes": list(self.changes)}
         return {"schema": 1, "source": "formula", **asdict(self), **lists}
-
-    def __str__(self) -> str:
-        from batchwright.report.check_text import summarize_check
-
-        return summarize_check(self)
 
     def __rich__(self) -> RenderableType:
         from batchwright.report.check_text import draw_check

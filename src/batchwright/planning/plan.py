@@ -18,6 +18,7 @@ from batchwright.planning.reasons import give_notes, give_reason
 from batchwright.planning.split import POLICIES, Policy, Split, Weight, choose_split
 from batchwright.planning.table import Row, compare_splits
 from batchwright.planning.times import ASSUMED, TimeModel, Times, fit_times
+from batchwright.printed_result import PrintedResult
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(PrintedResult):
     """How one optimizer step is split, what an epoch then costs, and why.
 
     >>> plan(80, micro_batch=4, devices=5)
     Plan(micro_batch=4, accumulation=4, devices=5, effective_batch=80)
     """
+
+    in_repr = ("micro_batch", "accumulation", "devices", "effective_batch")
 
     requested_batch: int
     max_micro_batch: int
@@ -162,17 +165,6 @@ class Plan:
             "reason": self.reason,
             "notes": list(self.notes),
         }
-
-    def __str__(self) -> str:
-        from batchwright.report.plan_text import summarize_plan
-
-        return summarize_plan(self)
-
-    def __repr__(self) -> str:
-        return (
-            f"Plan(micro_batch={self.micro_batch}, accumulation={self.accumulation}, "
-            f"devices={self.devices}, effective_batch={self.effective_batch})"
-        )
 
     def __rich__(self) -> RenderableType:
         from batchwright.report.plan_text import draw_plan

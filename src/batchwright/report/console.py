@@ -20,7 +20,8 @@ def render_plain(renderable: RenderableType, *, width: int = _WIDTH_OF_A_PIPE) -
     """
     from rich.console import Console
 
-    console = Console(width=width, color_system=None, force_terminal=False, highlight=False)
+    # A notebook is no terminal either: what is captured there must be the same text.
+    console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False, highlight=False)
     with console.capture() as capture:
         console.print(renderable)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from batchwright.printed_result import PrintedResult
+
 if TYPE_CHECKING:
     import numpy.typing as npt
     from rich.console import RenderableType
@@ -18,9 +20,11 @@ if TYPE_CHECKING:
 _MOST_SAMPLES = 1_000_000
 
 
-@dataclass(frozen=True)
-class SamplerStats:
+@dataclass(frozen=True, repr=False)
+class SamplerStats(PrintedResult):
     """An epoch in figures; shares are from 0 to 1."""
+
+    in_repr = ("samples", "batches", "ranks", "waste", "fill", "pair_repeat")
 
     samples: int
     batches: int

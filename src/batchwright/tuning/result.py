@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from batchwright.printed_result import PrintedResult
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import RenderableType
 
 
-@dataclass(frozen=True)
-class Tuned:
+@dataclass(frozen=True, repr=False)
+class Tuned(PrintedResult):
     """Everything that was measured, by section, and what follows from it."""
+
+    in_repr = ("finished", "micro_batch", "accumulation", "effective_batch", "file")
 
     run: dict[str, Any]
     file: Path | None = field(default=None, compare=False)
@@ -34,11 +38,6 @@ class Tuned:
     def to_dict(self) -> dict[str, Any]:
         """Return the run as plain data, the same as `batchwright tune --json` prints and as its file holds."""
         return self.run
-
-    def __str__(self) -> str:
-        from batchwright.report.tune_text import summarize_tuned
-
-        return summarize_tuned(self)
 
     def __rich__(self) -> RenderableType:
         from batchwright.report.tune_text import draw_tuned

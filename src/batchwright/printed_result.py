@@ -1,0 +1,47 @@
+"""What every result shares: `print(result)` is the text that the command prints, and `repr(result)` is one short line.
+
+Promises:
+- the text is that of a pipe: no colour codes, no folding, the same whatever the terminal's width;
+- `repr` names what the result answers, and leaves its evidence out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from batchwright.units import shortened
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+class PrintedResult:
+    """A result that prints itself; a dataclass that inherits from it is made with `repr=False`.
+
+    >>> class Answer(PrintedResult):
+    ...     in_repr = ("batch",)
+    ...     batch = 43
+    ...     def __rich__(self): return "[bold]43[/bold] samples"
+    >>> print(Answer())
+    43 samples
+    >>> Answer()
+    Answer(batch=43)
+    """
+
+    in_repr: ClassVar[tuple[str, ...]]
+    """The attributes that `repr` shows."""
+
+    def __rich__(self) -> RenderableType:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        from batchwright.report.console import render_plain
+
+        return render_plain(self)
+
+    def __repr__(self) -> str:
+        values = {name: getattr(self, name, None) for name in self.in_repr}
+        # What is a record itself, a critical batch say, has a line of text that is shorter than its fields.
+        shown = (f"{k}={v if is_dataclass(v) else shortened(v)}" for k, v in values.items())
+        return f"{type(self).__name__}({', '.join(shown)})"
