@@ -21,6 +21,7 @@ PARTS = (
     "planning",
     "catalogue",
     "concepts",
+    "state",
     "device",
     "simulated",
     "memory",

@@ -24,10 +24,10 @@ from batchwright.accumulate.undisturbed import without_autocast
 from batchwright.accumulate.without_dropout import without_dropout
 from batchwright.device.batches import make_batch, move_batch
 from batchwright.device.cutting import cut
-from batchwright.device.random_state import kept_random_state
 from batchwright.device.step import build_model, build_optimizers
 from batchwright.device.step_checks import checked_loss
 from batchwright.errors import InvalidInputError
+from batchwright.state.random_state import kept_random_state
 from batchwright.units import counted
 
 if TYPE_CHECKING:

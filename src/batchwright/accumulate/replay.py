@@ -14,8 +14,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from batchwright.device.random_state import random_sources
 from batchwright.errors import InvalidInputError
+from batchwright.state.random_state import random_sources
 from batchwright.units import counted, shortened
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch
 
 from batchwright.device.cutting import cut, num_samples
 from batchwright.device.out_of_memory import is_out_of_memory
-from batchwright.device.random_state import random_sources
+from batchwright.state.random_state import random_sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

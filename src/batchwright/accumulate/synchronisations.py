@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.accumulate.caught_window import catch_window
 from batchwright.accumulate.causes import MISSING_NO_SYNC, SYNC_LOST
-from batchwright.device.random_state import kept_random_state
 from batchwright.device.step import build_optimizers
+from batchwright.state.random_state import kept_random_state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

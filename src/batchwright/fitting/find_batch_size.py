@@ -17,7 +17,6 @@ from batchwright.device.limited_host import live_bytes
 from batchwright.device.out_of_memory import is_out_of_memory
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.fitting.budget import Budget, open_budget
-from batchwright.fitting.held_objects import held_objects
 from batchwright.fitting.ranks import Ranks
 from batchwright.fitting.result import Fit
 from batchwright.fitting.second_step import STEPS_OF_A_PROBE, CutCalls
@@ -25,6 +24,7 @@ from batchwright.fitting.series import Cap, cheap_collections, run_series
 from batchwright.fitting.training_function import Returned, Sizes, TrainingFunction
 from batchwright.planning.plan import plan
 from batchwright.planning.split import largest_divisor
+from batchwright.state.held_objects import held_objects
 from batchwright.units import format_bytes, shortened, whole_number
 
 if TYPE_CHECKING:

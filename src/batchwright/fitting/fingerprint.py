@@ -35,9 +35,9 @@ import torch
 from batchwright import __version__
 from batchwright.device.batches import make_batch, tensors_in
 from batchwright.device.device import open_device
-from batchwright.fitting.kept_state import KeptState
 from batchwright.fitting.named_code import Names, is_installed
 from batchwright.memory.fake_model import build_skeleton
+from batchwright.state.kept_state import KeptState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,7 +19,6 @@ from batchwright.errors import InvalidInputError
 from batchwright.fitting.budget import Budget, open_budget
 from batchwright.fitting.fit_shapes import LARGEST_MICRO_BATCH, fit_shapes
 from batchwright.fitting.job import Job, part_to_probe
-from batchwright.fitting.kept_state import kept
 from batchwright.fitting.longest import longest_first
 from batchwright.fitting.on_simulated_card import OnSimulatedCard, budget_on, with_margin
 from batchwright.fitting.probers import InChild, InProcess, PlainStep
@@ -30,6 +29,7 @@ from batchwright.fitting.shapes import every_shape
 from batchwright.fitting.work import Work, read_work
 from batchwright.memory.on_card import card_named, read_settings
 from batchwright.memory.tracing import check_batches
+from batchwright.state.kept_state import kept
 from batchwright.units import whole_number
 
 if TYPE_CHECKING:

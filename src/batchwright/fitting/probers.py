@@ -23,11 +23,11 @@ from batchwright.device.limited_host import clear_kernel_buffers, live_bytes
 from batchwright.device.process_memory import give_back
 from batchwright.device.step import build_model, build_optimizers
 from batchwright.fitting.first_costs import FirstCosts
-from batchwright.fitting.held_objects import held_objects
 from batchwright.fitting.isolated import probe_in_child
-from batchwright.fitting.kept_state import KeptState
 from batchwright.fitting.result import Restored
 from batchwright.fitting.work import refuse_spread
+from batchwright.state.held_objects import held_objects
+from batchwright.state.kept_state import KeptState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

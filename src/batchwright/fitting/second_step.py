@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from batchwright.errors import InvalidInputError
-from batchwright.fitting.kept_state import KeptState
 from batchwright.fitting.result import Restored
 from batchwright.fitting.work import refuse_spread
+from batchwright.state.kept_state import KeptState
 from batchwright.units import counted
 
 if TYPE_CHECKING:

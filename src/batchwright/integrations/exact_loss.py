@@ -18,10 +18,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 from batchwright.device.batches import move_batch
-from batchwright.device.random_state import random_sources
 from batchwright.errors import InvalidInputError, import_extra
 from batchwright.integrations.loss_units import UNITS, count_units, measure_unit
 from batchwright.integrations.transformers_heads import HeadCheck, check_head
+from batchwright.state.random_state import random_sources
 from batchwright.units import shortened
 
 if TYPE_CHECKING:

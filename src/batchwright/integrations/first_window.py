@@ -18,7 +18,7 @@ from batchwright.accumulate.undisturbed import without_autocast
 from batchwright.accumulate.without_dropout import without_dropout
 from batchwright.device.cutting import num_samples
 from batchwright.device.joining import join
-from batchwright.device.random_state import kept_random_state
+from batchwright.state.random_state import kept_random_state
 from batchwright.units import counted
 
 if TYPE_CHECKING:

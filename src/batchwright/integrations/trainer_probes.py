@@ -23,11 +23,11 @@ from torch.utils.data import IterableDataset, SequentialSampler, Subset
 from batchwright.device.device import open_limited
 from batchwright.device.limited_host import live_bytes
 from batchwright.errors import InvalidInputError, import_extra
-from batchwright.fitting.held_objects import held_objects
-from batchwright.fitting.kept_state import KeptState
 from batchwright.fitting.longest import longest_first
 from batchwright.fitting.result import Restored
 from batchwright.fitting.second_step import CountedSteps, run_until_second_step
+from batchwright.state.held_objects import held_objects
+from batchwright.state.kept_state import KeptState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

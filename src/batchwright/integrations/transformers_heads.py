@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from batchwright.device.random_state import random_sources
 from batchwright.errors import InvalidInputError
+from batchwright.state.random_state import random_sources
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -17,7 +17,6 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from batchwright.device.batches import make_batch
-from batchwright.device.random_state import kept_random_state
 from batchwright.device.step import run_probe
 from batchwright.errors import CannotTraceError
 from batchwright.memory.fake_model import build_skeleton, fake_copy
@@ -28,6 +27,7 @@ from batchwright.simulated.compiled_as_eager import compiled_as_eager
 from batchwright.simulated.moved_modules import modules_move_in_place
 from batchwright.simulated.redirected_calls import RedirectedCalls
 from batchwright.simulated.simulated_ranks import simulated_ranks
+from batchwright.state.random_state import kept_random_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from batchwright.device.batches import check_data_has_no_shape, make_batch, move_batch
-from batchwright.device.random_state import kept_random_state
 from batchwright.device.step import build_model, build_optimizers
 from batchwright.errors import InvalidInputError
-from batchwright.fitting.kept_state import kept
 from batchwright.memory.estimate import check_shape
+from batchwright.state.kept_state import kept
+from batchwright.state.random_state import kept_random_state
 from batchwright.units import counted
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import functools
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from batchwright.fitting.kept_state import can_be_kept
+from batchwright.state.kept_state import can_be_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

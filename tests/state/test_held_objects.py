@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from batchwright.fitting.held_objects import held_objects
+from batchwright.state.held_objects import held_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import batchwright as bw
 from batchwright.errors import InvalidInputError
-from batchwright.fitting.kept_state import KeptState, kept
+from batchwright.state.kept_state import KeptState, kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -28,9 +28,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from batchwright.device.random_state import put_back_of_generator, random_sources
 from batchwright.errors import InvalidInputError
-from batchwright.fitting.kept_tensor import KeptTensor, Spans, loaded_again, turn_into
+from batchwright.state.kept_tensor import KeptTensor, Spans, loaded_again, turn_into
+from batchwright.state.random_state import put_back_of_generator, random_sources
 from batchwright.units import counted, shortened
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What is the user's, kept before something runs and put back after it."""
