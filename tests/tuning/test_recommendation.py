@@ -47,6 +47,27 @@ def test_branches_go_before_the_noise_scale() -> None:
     assert found["best_effective_batch"] > advised()["best_effective_batch"]
 
 
+@pytest.mark.parametrize("noise_low", [300.0, 0.0])
+def test_branches_without_an_upper_end_do_not_replace_a_noise_scale(noise_low: float) -> None:
+    noise = {"critical_batch": {**CRITICAL, "low": noise_low}, "effective_batch": 64}
+    unbounded = {**CRITICAL, "value": None, "low": 0.0, "high": None, "resolved": False}
+    plain = advised(by_hand(noise=noise))
+    found = advised(by_hand(noise=noise, branches={"critical_batch": unbounded, "ratio": None}))
+    assert found["critical_batch_from"] == "noise scale"
+    for key in ("effective_batch", "critical_batch", "source", "range_within_5_percent", "assumes"):
+        assert found[key] == plain[key]
+    assert "branches found no upper end" in found["notes"][0]
+
+
+def test_a_lower_bound_of_branches_rules_out_a_smaller_noise_scale() -> None:
+    bounded = {**CRITICAL, "value": None, "low": 900.0, "high": None, "resolved": False}
+    found = advised(by_hand(branches={"critical_batch": bounded, "ratio": None}))
+    assert (found["critical_batch_from"], found["critical_batch"]["low"]) == ("branches", 900.0)
+    below = {**bounded, "low": 200.0}
+    found = advised(by_hand(branches={"critical_batch": below, "ratio": None}))
+    assert (found["critical_batch_from"], found["critical_batch"]["value"]) == ("noise scale", CRITICAL["value"])
+
+
 def test_without_a_critical_batch_nothing_is_made_up() -> None:
     found = advised(by_hand(noise={"skipped": "as asked"}))
     assert found["critical_batch"] is None

@@ -61,16 +61,26 @@ def advise_run(run: dict[str, Any], ask: Ask) -> None:
 def _critical(run: dict[str, Any], known: Known) -> tuple[CriticalBatch | None, str | None, str]:
     """Return the critical batch, what it rests on, and what has to be said about it."""
     branches, scale = run["branches"], known.noise_scale
-    if is_done(branches):
-        measured, ratio = critical_from(branches["critical_batch"]), branches["ratio"]
-        if measured.resolved or not ratio or scale is None:
+    measured = critical_from(branches["critical_batch"]) if is_done(branches) else None
+    if measured is not None:
+        if measured.resolved or scale is None:
             return measured, "branches", ""
-        # Few seeds give a ratio without an interval; a noise scale that was averaged for longer has one.
+        ratio = branches["ratio"]
+        if ratio:
+            # Few seeds give a ratio without an interval; a noise scale that was averaged for longer has one.
+            times = f"{ratio:.2g} times the noise scale"
+            note = f"branches say that the critical batch is {times}; the interval is the latter's"
+            scaled = replace(scale, value=scale.value * ratio, low=scale.low * ratio, high=scale.high * ratio)
+            return scaled, "branches", note
+        # Branches without an upper end are a lower bound: they rule out a noise scale below it, and nothing else.
+        bound, in_samples = measured.low, scale.in_samples() or scale
+        if bound > 0 and not in_samples.value >= bound:
+            return measured, "branches", ""
         note = (
-            f"branches say that the critical batch is {ratio:.2g} times the noise scale; the interval is the latter's"
+            f"branches found no upper end of the critical batch, so the noise scale, {in_samples}, stands in "
+            "for it: more seeds and larger branches measure it"
         )
-        scaled = replace(scale, value=scale.value * ratio, low=scale.low * ratio, high=scale.high * ratio)
-        return scaled, "branches", note
+        return scale, "noise scale", note
     if scale is None:
         return None, None, ""
     note = (
