@@ -43,6 +43,6 @@ def _run(worker: Path, folder: Path, ranks: int) -> None:
         text=True,
         timeout=300,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

@@ -46,7 +46,8 @@ class Counted:
         plain = getattr(dist, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            self.gradients += name != "all_gather"
+            # What kind of gradients ranks have, before they average by hand, is a small thing.
+            self.gradients += name != "all_gather" and kwargs.get("op") != dist.ReduceOp.MAX
             self.scalars += name == "all_gather"
             return plain(*args, **kwargs)
 
@@ -63,9 +64,11 @@ class Case:
         dtype = options.pop("dtype", torch.float64)
         self.twin, self.kind, self.counted = make_tagger(dtype), kind, counted
         tagger = make_tagger(dtype)
+        if "frozen" in options:
+            getattr(tagger, options.pop("frozen")).requires_grad_(False)
         self.model: Any = tagger
-        if kind == "ddp":
-            self.model = DistributedDataParallel(tagger)
+        if kind.startswith("ddp"):
+            self.model = DistributedDataParallel(tagger, find_unused_parameters="unused" in kind)
             # It averages as DDP does, which by itself does so past Python, uncounted.
             self.model.register_comm_hook(None, allreduce_hook)
         elif kind == "fsdp":
@@ -82,7 +85,7 @@ class Case:
         counted.clear()
 
     def _see(self, *_: Any) -> None:
-        gradients = [weight.grad for weight in self.model.parameters()]
+        gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
         self.seen.append([g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in gradients])
 
     def read(self, batches: Sequence[Batch], loss: Callable[..., Any] = token_loss) -> None:
@@ -280,6 +283,99 @@ def flag_is_put_back(kind: str, counted: Counted) -> Any:
     return flags, case.model.require_backward_grad_sync
 
 
+def weights_that_change(kind: str, counted: Counted) -> Any:
+    """A layer is frozen when DDP or FSDP2 wraps, then it is unfrozen, then the other is frozen."""
+    told = {}
+    batches = make_batches([2, 3, 1, 2])
+    for reads in (True, False):
+        case = Case(kind, counted, clip_norm=0.05, frozen="inner")
+        errors = []
+        for train in ({"outer"}, {"inner", "outer"}, {"inner"}, {"inner", "outer"}):
+            for model in (case.model, case.twin):
+                for name, weight in model.named_parameters():
+                    weight.requires_grad_(any(part in name for part in train))
+            if reads:
+                case.read(batches)
+            else:
+                for batch in mine(batches):
+                    case.note(case.accumulator.backward(token_loss(case.model, batch), weight=count_tokens(batch)))
+            reference = big_batch_gradient(case.twin, batches, token_loss)
+            norm = sum(gradient.square().sum().item() for gradient in reference) ** 0.5
+            wanted = [gradient * min(1.0, 0.05 / (norm + 1e-6)) for gradient in reference]
+            errors.append(relative_error([g for g in case.seen[-1] if g is not None], wanted))
+            for weight, gradient in zip([w for w in case.twin.parameters() if w.requires_grad], wanted, strict=True):
+                weight.data -= 0.1 * gradient
+        told["micro_batches" if reads else "plain loop"] = max(errors)
+    return told
+
+
+def frozen_before_the_only_micro_batch(kind: str, counted: Counted) -> Any:
+    """In a plain loop nobody can tell DDP before the forward; through micro_batches it is told."""
+    case = Case(kind, counted, 1)
+    batches = make_batches([2, 3])
+    case.accumulator.backward(token_loss(case.model, mine(batches)[0]), weight=1)
+    case.model.module.inner.requires_grad_(False)
+    try:
+        case.accumulator.backward(token_loss(case.model, mine(batches)[0]), weight=1)
+    except BatchwrightError as error:
+        return str(error)
+    return "went on"
+
+
+def a_weight_outside_of_the_wrapped_model(kind: str, counted: Counted) -> Any:
+    """A temperature that only the loss and the optimizer know must not drift apart."""
+    case = Case(kind, counted)
+    temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
+    case.optimizer.add_param_group({"params": [temperature]})
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        logits = model(batch[0]) * temperature
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), ignore_index=-100)
+
+    batches = make_batches([2, 3, 1, 2])
+    for _ in range(3):
+        case.read(batches, loss)
+    values = [None] * RANKS
+    dist.all_gather_object(values, temperature.item())
+    return values[0] == values[1] != 1.0
+
+
+def rows_and_complex_numbers(kind: str, counted: Counted) -> Any:
+    """A flush averages by hand: gradients of rows, of which each rank has others or none, and of complex weights."""
+
+    class Odd(nn.Module):
+        def __init__(self, *, sparse: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(20, 3, sparse=sparse, dtype=torch.float64)
+            self.spare = nn.Embedding(20, 3, sparse=sparse, dtype=torch.float64)
+            self.turn = nn.Parameter(torch.randn(3, 3, dtype=torch.complex128))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = self.table(x)
+            rows = rows + self.spare(x) if int(x.min()) == 0 else rows  # on one rank only
+            result: torch.Tensor = (rows.to(self.turn.dtype) @ self.turn).abs().square().sum((1, 2)).mean()
+            return result
+
+    x = torch.tensor([[0, 3], [1, 3], [7, 9], [9, 2]])
+    plain = Odd(sparse=False)
+    shares = [plain(x[:2]), plain(x[2:])]
+    (sum(shares) / 2).backward()
+    odd = Odd(sparse=True)
+    model = DistributedDataParallel(odd, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    found: dict[str, Any] = {}
+    optimizer.register_step_pre_hook(lambda *_: found.update({n: p.grad for n, p in odd.named_parameters()}))
+    accumulator = Accumulator(model, optimizer, 3, clip_norm=1e9)
+    accumulator.backward(model(x[2 * dist.get_rank() : 2 * dist.get_rank() + 2]), weight=2)
+    accumulator.flush()
+    errors = []
+    for name, weight in plain.named_parameters():
+        gradient = found[name].to_dense() if found[name].is_sparse else found[name]
+        errors.append(float((gradient - weight.grad).abs().max()))
+    return max(errors), found["table.weight"].is_sparse, found["spare.weight"].coalesce().indices().flatten().tolist()
+
+
 CASES: dict[str, tuple[Callable[[str, Counted], Any], tuple[str, ...]]] = {
     "ragged": (ragged, ("ddp", "fsdp", "fsdp root only")),
     "no_units": (no_units, ("ddp", "fsdp")),
@@ -294,6 +390,10 @@ CASES: dict[str, tuple[Callable[[str, Counted], Any], tuple[str, ...]]] = {
     "precise": (precise, ("ddp",)),
     "out_of_memory_on_one_rank": (out_of_memory_on_one_rank, ("ddp",)),
     "flag_is_put_back": (flag_is_put_back, ("ddp",)),
+    "weights_that_change": (weights_that_change, ("ddp", "ddp, unused found", "fsdp", "fsdp root only")),
+    "frozen_before_the_only_micro_batch": (frozen_before_the_only_micro_batch, ("ddp",)),
+    "a_weight_outside_of_the_wrapped_model": (a_weight_outside_of_the_wrapped_model, ("ddp",)),
+    "rows_and_complex_numbers": (rows_and_complex_numbers, ("ddp",)),
 }
 
 

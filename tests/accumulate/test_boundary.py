@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from batchwright.accumulate.accumulator import Accumulator
+from batchwright.errors import InvalidInputError
 from tests.accumulate.tagging import Watched, count_tokens, make_batches, make_tagger, token_loss
 from tests.oracle.big_batch import big_batch_gradient, relative_error
 
@@ -181,3 +182,51 @@ def test_gradients_of_weights_that_no_optimizer_has_are_forgotten_too() -> None:
     accumulator = Accumulator(model, torch.optim.SGD(model.inner.parameters(), lr=0.1), 1)
     accumulator.backward(token_loss(model, make_batches([2])[0]))
     assert all(weight.grad is None for weight in model.parameters())
+
+
+@pytest.mark.parametrize("clip_norm", [0.05, 100.0])
+@pytest.mark.parametrize("kind", ["rows of a table", "complex weights"])
+def test_sparse_and_complex_gradients_are_clipped_as_dense_and_real_ones(kind: str, clip_norm: float) -> None:
+    def make(*, sparse: bool) -> nn.Module:
+        torch.manual_seed(0)
+        if kind == "complex weights":
+            return nn.Linear(3, 2, dtype=torch.complex128)
+        return nn.Embedding(20, 3, sparse=sparse, dtype=torch.float64)
+
+    def loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = model(ids if sparse else ids.to(torch.complex128)).abs().square().sum((1,)).mean()
+        return result
+
+    sparse = kind != "complex weights"
+    # A row that comes twice in a micro-batch, and in two of them, counts with the sum of its gradients.
+    ids = torch.tensor([3, 3, 7, 1, 3, 9, 1]) if sparse else torch.randn(7, 3, dtype=torch.float64)
+    model, twin = make(sparse=True), make(sparse=False)
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), 3, clip_norm=clip_norm)
+    for piece in ids.split([3, 2, 2]):
+        step = accumulator.backward(loss(model, piece), weight=len(piece))
+    loss(twin, ids).backward()
+    norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), clip_norm)
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert step is not None
+    assert step.gradient_norm == pytest.approx(norm.item(), rel=1e-12)
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-15)
+
+
+def test_an_optimizer_of_sparse_gradients_gets_them_sparse_after_clipping() -> None:
+    table = nn.Embedding(20, 3, sparse=True)
+    before = table.weight.detach().clone()
+    accumulator = Accumulator(table, torch.optim.SparseAdam(table.parameters(), lr=0.1), 2, clip_norm=1.0)
+    for ids in accumulator.micro_batches([torch.tensor([1, 2]), torch.tensor([2])]):
+        accumulator.backward(table(ids).square().sum(1).mean())
+    assert (table.weight != before).any(1).nonzero().flatten().tolist() == [1, 2]
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_at_once() -> None:
+    class Sharp(torch.optim.SGD):
+        def step(self, closure: Any) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    model = make_tagger()
+    with pytest.raises(InvalidInputError, match="Sharp computes the loss again within its step"):
+        Accumulator(model, Sharp(model.parameters()), 2)

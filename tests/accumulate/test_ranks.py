@@ -122,3 +122,26 @@ def test_a_rank_that_runs_out_of_memory_splits_alone(told: Any) -> None:
 def test_the_flag_covers_the_forward_and_is_put_back(told: Any) -> None:
     # Eight micro-batches on two ranks: a window of three, and a tail of one.
     assert told["flag_is_put_back, ddp"] == [[False, False, True, True], True]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "ddp, unused found", "fsdp", "fsdp root only"])
+def test_weights_frozen_and_unfrozen_after_wrapping_are_stepped_with_the_big_batchs_gradient(
+    told: Any, kind: str
+) -> None:
+    for how, error in told[f"weights_that_change, {kind}"].items():
+        assert error <= 1e-12, how
+
+
+def test_a_plain_loop_of_single_micro_batches_says_that_ddp_cannot_be_told_in_time(told: Any) -> None:
+    assert told["frozen_before_the_only_micro_batch, ddp"].startswith("weights were frozen since DDP wrapped the model")
+
+
+def test_a_weight_outside_of_the_wrapped_model_stays_alike_on_all_ranks(told: Any) -> None:
+    assert told["a_weight_outside_of_the_wrapped_model, ddp"] is True
+
+
+def test_a_tail_with_gradients_of_rows_and_of_complex_weights_is_flushed(told: Any) -> None:
+    error, is_sparse, rows = told["rows_and_complex_numbers, ddp"]
+    assert error <= 1e-12
+    assert is_sparse
+    assert rows == [0, 1, 3]  # of the table that one rank alone has read

@@ -12,18 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from batchwright.accumulate.boundary import Boundary
-from batchwright.accumulate.checks import (
-    SameWeights,
-    as_list,
-    check_construction,
-    check_same_weights,
-    trainable,
-)
+from batchwright.accumulate.checks import as_list, check_construction
 from batchwright.accumulate.counting_sampler import CountingSampler
 from batchwright.accumulate.loss_terms import Totals, check_weight, read_terms
 from batchwright.accumulate.parallel import how_spread
 from batchwright.accumulate.read_ahead import ReadAhead, WindowSizes, counted_micro_batch
 from batchwright.accumulate.splitting import call_loss, run_in_pieces
+from batchwright.accumulate.weights import TrainedWeights
 from batchwright.accumulate.windows import Windows
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
@@ -83,7 +78,7 @@ class Accumulator:
         )
         boundary = Boundary(
             optimizers,
-            trainable(model, optimizers),
+            TrainedWeights(model, optimizers, gathers_in_forward=spread.gathers_in_forward),
             clip_norm=clip_norm,
             scaler=scaler,
             schedulers=as_list(scheduler),
@@ -96,9 +91,6 @@ class Accumulator:
         self.schedulers = as_list(scheduler)
         self._splits = on_oom == "split"
         self._windows = Windows(spread, boundary, sizes, reduces_itself=precise or self._splits)
-        self._same_weights = SameWeights(model, optimizers)
-        # While a forward of FSDP2 has its weights gathered, they are others than the optimizer's.
-        self._can_look_at_weights = not spread.gathers_in_forward
         self._weight: Any = None
 
     @property
@@ -125,9 +117,8 @@ class Accumulator:
     @optimizer.setter
     def optimizer(self, value: Any) -> None:
         self._windows.check_closed(remedy="replace it when backward has returned a Step")
-        check_same_weights(self.model, as_list(value))
-        self._boundary.replace_optimizers(as_list(value), trainable(self.model, as_list(value)))
-        self._same_weights = SameWeights(self.model, as_list(value))
+        weights = TrainedWeights(self.model, as_list(value), gathers_in_forward=self.spread.gathers_in_forward)
+        self._boundary.replace_optimizers(as_list(value), weights)
 
     def backward(
         self, loss: torch.Tensor | Sequence[LossTerm], weight: float | None = None, *, samples: int | None = None
@@ -211,8 +202,7 @@ class Accumulator:
 
     def _add(self, loss: Any, counts: Totals) -> None:
         terms = read_terms(loss, must_be_finite=self.scaler is None and counts.units > 0)
-        if self._can_look_at_weights:
-            self._same_weights.check()
+        self._windows.check_weights()
         if not counts.samples and counts.window and any(term.over == "samples" for term in terms):
             raise InvalidInputError(
                 "a term of the loss is a mean over samples, and nothing says how many there are.",

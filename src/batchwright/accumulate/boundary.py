@@ -18,6 +18,7 @@ from batchwright.accumulate.undisturbed import clipping_is_off
 from batchwright.accumulate.wide_gradients import (
     WideShares,
     narrow_parameters,
+    put_back,
     round_once,
     takes_wide_gradients,
     widen,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from batchwright.accumulate.weights import TrainedWeights
+
 
 class Boundary:
     """What happens to gradients, weights and schedule when a window is full."""
@@ -36,7 +39,7 @@ class Boundary:
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
-        parameters: Sequence[nn.Parameter],
+        weights: TrainedWeights,
         *,
         clip_norm: float | None,
         scaler: Any,
@@ -44,28 +47,50 @@ class Boundary:
         precise: bool,
     ) -> None:
         self.optimizers = list(optimizers)
-        self.parameters = list(parameters)
+        self.weights = weights
         self._clip_norm = clip_norm
         self._scaler = scaler
         self._schedulers = schedulers
-        self._narrow = narrow_parameters(parameters) if precise else []
-        widen(self._narrow)
-        self._wide_shares = WideShares(parameters if self._narrow else [])
-        self._takes_wide = all(takes_wide_gradients(optimizer, self._narrow) for optimizer in optimizers)
+        self._is_precise = precise
+        self._narrow: list[nn.Parameter] = []
+        self._wide_shares = WideShares()
+        self._takes_wide = True
+        self._prepare_wide()
         # The hooks must not keep this object alive, and go with it.
         self._stepped = [0]
         self._handles = self._watch_steps()
-        weakref.finalize(self, _let_go, self._handles, self._narrow)
+        weakref.finalize(self, _let_go, self._handles, self._wide_shares, self._narrow)
 
-    def replace_optimizers(
-        self, optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter]
-    ) -> None:
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The weights of the window at hand that get gradients."""
+        return self.weights.trainable
+
+    def replace_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], weights: TrainedWeights) -> None:
         """Step others from now on."""
         for handle in self._handles:
             handle.remove()
-        self.optimizers, self.parameters = list(optimizers), list(parameters)
-        self._takes_wide = all(takes_wide_gradients(optimizer, self._narrow) for optimizer in optimizers)
+        self.optimizers, self.weights = list(optimizers), weights
+        self._prepare_wide()
         self._handles[:] = self._watch_steps()
+
+    def begin(self) -> None:
+        """Begin a window: read which weights train now, and forget what somebody's backward left behind."""
+        if self.weights.read():
+            self._prepare_wide()
+        self.zero()
+
+    def _prepare_wide(self) -> None:
+        """Have the 16-bit weights that train now add up in fp32, and no others."""
+        if not self._is_precise:
+            return
+        narrow = narrow_parameters(self.parameters)
+        kept = set(map(id, narrow))
+        put_back([weight for weight in self._narrow if id(weight) not in kept])
+        self._narrow[:] = narrow
+        widen(self._narrow)
+        self._wide_shares.attach(self.parameters if narrow else [])
+        self._takes_wide = all(takes_wide_gradients(optimizer, self._narrow) for optimizer in self.optimizers)
 
     def _watch_steps(self) -> list[Any]:
         stepped = self._stepped
@@ -99,8 +124,8 @@ class Boundary:
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients that are there, of sharded weights this rank's piece."""
-        return [local_part(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        """The gradients to change in place: of sharded weights this rank's piece, of sparse ones their rows."""
+        return [local_part(_rows(parameter)) for parameter in self.parameters if parameter.grad is not None]
 
     @property
     def has_gradients(self) -> bool:
@@ -125,8 +150,9 @@ class Boundary:
     def square_of_norm(self) -> torch.Tensor:
         """The sum of squares of this rank's gradients, each element of the model's counted once over ranks."""
         alike: dict[tuple[float, torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for gradient in (parameter.grad for parameter in self.parameters):
-            if gradient is not None:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                gradient = _rows(parameter)
                 kind = (num_copies(gradient), gradient.device, gradient.dtype)
                 alike.setdefault(kind, []).append(local_part(gradient))
         squares = []
@@ -166,6 +192,8 @@ class Boundary:
         """Forget the gradients, also those of weights that no optimizer has."""
         for parameter in self.parameters:
             parameter.grad = None
+        for parameter in self.weights.held:  # a gradient that a frozen one kept would be stepped with
+            parameter.grad = None
         if not self._takes_wide:
             widen(self._narrow)
 
@@ -192,6 +220,16 @@ class Boundary:
             torch._foreach_mul_(gradients, coefficient)
 
 
+def _rows(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a gradient, or of a sparse one the values of its rows: each row once, in the gradient's own memory."""
+    assert parameter.grad is not None
+    if not parameter.grad.is_sparse:
+        return parameter.grad
+    if not parameter.grad.is_coalesced():
+        parameter.grad = parameter.grad.coalesce()
+    return parameter.grad.values()
+
+
 def _sum(scalars: list[torch.Tensor]) -> torch.Tensor:
     return scalars[0] if len(scalars) == 1 else torch.stack([scalar.reshape(()) for scalar in scalars]).sum()
 
@@ -204,10 +242,9 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _let_go(handles: list[Any], narrow: list[nn.Parameter]) -> None:
+def _let_go(handles: list[Any], wide_shares: WideShares, narrow: list[nn.Parameter]) -> None:
     """Take back what was changed on weights and optimizers, once nobody accumulates any more."""
     for handle in handles:
         handle.remove()
-    for parameter in narrow:
-        parameter.grad = None
-        parameter.grad_dtype = parameter.dtype
+    wide_shares.attach([])
+    put_back(narrow)

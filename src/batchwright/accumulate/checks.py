@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -39,15 +40,6 @@ def as_list(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
-def trainable(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Parameter]:
-    """Return every weight that may get a gradient: the model's, and what else the optimizers hold."""
-    of_optimizers = [
-        parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
-    ]
-    found = {id(p): p for p in (*model.parameters(), *of_optimizers) if p.requires_grad}
-    return list(found.values())
-
-
 def batch_norms(model: nn.Module) -> list[str]:
     """Name the batch normalization layers that take statistics from their batch.
 
@@ -70,11 +62,6 @@ def check_construction(
     is_single: bool,
 ) -> None:
     """Refuse what cannot work; warn of batch normalization where a window has more than one micro-batch."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InvalidInputError(
-            "the model has no weight that requires a gradient: there is nothing to accumulate.",
-            remedy="unfreeze something, or hand in the module that trains",
-        )
     if not optimizers:
         raise InvalidInputError("an accumulator needs an optimizer, or a list of them; received none.")
     for optimizer in optimizers:
@@ -83,6 +70,12 @@ def check_construction(
         if isinstance(optimizer, LBFGS):
             raise InvalidInputError(
                 "LBFGS computes the loss again within its step, which accumulation cannot do.", remedy="SGD, AdamW, ..."
+            )
+        if _needs_closure(optimizer):
+            raise InvalidInputError(
+                f"{type(optimizer).__name__} computes the loss again within its step, by a closure that accumulation "
+                "does not have.",
+                remedy="SGD, AdamW, ..., or a loop of your own around such an optimizer",
             )
     for scheduler in schedulers:
         if not callable(getattr(scheduler, "step", None)):
@@ -114,6 +107,14 @@ def check_construction(
         warnings.warn(BATCH_NORM_NOTE.format(names=shown), BatchNormWarning, stacklevel=4)
 
 
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+    except (TypeError, ValueError):
+        return False
+    return closure is not None and closure.default is closure.empty and closure.kind is not closure.VAR_POSITIONAL
+
+
 def check_same_weights(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Refuse an optimizer that has none of the model's weights: made for another model, or before this one moved."""
     weights = {id(parameter) for parameter in model.parameters()}
@@ -124,30 +125,6 @@ def check_same_weights(model: nn.Module, optimizers: Sequence[torch.optim.Optimi
                 f"{type(optimizer).__name__} holds none of the model's weights: it would step on something else.",
                 remedy="make the optimizer from model.parameters(), after the model is where it stays",
             )
-
-
-class SameWeights:
-    """A quick look, at each backward, whether the optimizers still hold the model's weights.
-
-    It looks at one weight of each; where that one is gone, at all.
-    """
-
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._model, self._optimizers = model, optimizers
-        homes = {
-            id(parameter): (module._parameters, name, parameter)
-            for module in model.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        }
-        held = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
-        self._examples = [next(homes[id(p)] for p in parameters if id(p) in homes) for parameters in held]
-
-    def check(self) -> None:
-        """Refuse to go on where the weights are others."""
-        for weights, name, parameter in self._examples:
-            if weights.get(name) is not parameter:
-                check_same_weights(self._model, self._optimizers)
 
 
 def check_gradients_are_there(boundary: Boundary, num_done: int) -> None:

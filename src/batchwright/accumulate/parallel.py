@@ -2,6 +2,7 @@
 
 Promises:
 - gradients are synchronised in the last backward of a window, and in no other; what the flag was before is put back;
+- weights that DDP does not know of, or waits for in vain (it reads them once, when it wraps), are averaged by hand;
 - ranks exchange a few scalars once per window, all of them in one collective.
 """
 
@@ -41,6 +42,14 @@ class OneProcess:
     def reduce(self, parameters: Iterable[torch.Tensor]) -> None:
         """Average the gradients over ranks, where no backward did."""
 
+    def finishes(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether a backward that reaches these weights can synchronise them by itself."""
+        return True
+
+    def left_out(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those of these weights that no backward synchronises."""
+        return []
+
 
 class _Ranks(OneProcess):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -70,6 +79,16 @@ class DDP(_Ranks):
         super().__init__(modules[0].process_group, device)
         self._modules = modules
         self._before = [module.require_backward_grad_sync for module in modules]
+        known = [_known_to(module) for module in modules]
+        self._is_known = None not in known
+        self._known_by_module = [{id(weight) for weight in weights or ()} for weights in known]
+        # Names that the user took out of the exchange: they stay out.
+        self._ignored = {
+            id(weight)
+            for module in modules
+            for name, weight in module.module.named_parameters()
+            if name in module.parameters_to_ignore
+        }
 
     def synchronise_next(self, flag: bool) -> None:
         """Set the flag that `no_sync` sets, so that it covers the forward too."""
@@ -81,25 +100,70 @@ class DDP(_Ranks):
         for module, flag in zip(self._modules, self._before, strict=True):
             module.require_backward_grad_sync = flag
 
+    def finishes(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether DDP gets all the gradients that it waits for: one that was frozen since it wrapped never comes."""
+        there = set(map(id, parameters))
+        # One that looks for unused weights does so when the first gradient comes.
+        return self._is_known and all(
+            bool(known & there) if module.find_unused_parameters else known <= there
+            for module, known in zip(self._modules, self._known_by_module, strict=True)
+        )
+
+    def left_out(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return weights that were unfrozen or made after DDP wrapped, or that lie outside of it."""
+        known = set().union(self._ignored, *self._known_by_module)
+        return [parameter for parameter in parameters if id(parameter) not in known]
+
     def reduce(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Average the gradients by hand, those of one type in one collective."""
-        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for parameter in parameters:
+        """Average the gradients by hand, dense ones of one type in one collective."""
+        weights = [parameter for parameter in parameters if id(parameter) not in self._ignored]
+        # Not every rank has every gradient, or knows of which kind it is elsewhere.
+        kinds = torch.tensor([_kind(parameter.grad) for parameter in weights], dtype=torch.float32)
+        kinds = kinds.to(self._device)
+        dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=self._group)
+        by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for parameter, kind in zip(weights, kinds.tolist(), strict=True):
             # Not that of the gradient: a rank without one must send what the others send.
             dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-            by_kind.setdefault((dtype, parameter.device), []).append(parameter)
-        for (dtype, device), kind in by_kind.items():
-            # One mark per parameter: was there a gradient on any rank? Where not, there is none afterwards either.
-            marks = torch.tensor([parameter.grad is not None for parameter in kind], dtype=dtype, device=device)
-            flat = torch.cat([marks, *(_gradient(parameter, dtype).flatten() for parameter in kind)])
+            if kind == _SPARSE:
+                self._reduce_sparse(parameter, dtype)
+            elif kind == _DENSE:
+                by_type.setdefault((dtype, parameter.device), []).append(parameter)
+        for (dtype, _), alike in by_type.items():
+            flat = torch.cat([_gradient(parameter, dtype).flatten() for parameter in alike])
             dist.all_reduce(flat, group=self._group)
-            has_any = (flat[: len(kind)] > 0).tolist()
-            sums = flat[len(kind) :].div_(self.size).split([parameter.numel() for parameter in kind])
-            for parameter, averaged, is_there in zip(kind, sums, has_any, strict=True):
-                if is_there and parameter.grad is not None:
+            averages = flat.div_(self.size).split([parameter.numel() for parameter in alike])
+            for parameter, averaged in zip(alike, averages, strict=True):
+                if parameter.grad is not None:
                     parameter.grad.copy_(averaged.view_as(parameter.grad))
-                elif is_there:
+                else:
                     parameter.grad = averaged.view_as(parameter).clone()
+
+    def _reduce_sparse(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
+        """Average a gradient of rows: those that any rank has are there afterwards, and no others."""
+        mine = parameter.grad
+        if mine is None:
+            mine = torch.zeros_like(parameter, dtype=dtype).to_sparse(1)
+        elif not mine.is_sparse:  # dense here, sparse elsewhere: as a whole it is still right
+            mine = mine.to_sparse(1)
+        mine = mine.coalesce()
+        # Rows differ between ranks, and not every backend adds up sparse tensors: rows and values travel apart.
+        counts = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        counts[dist.get_rank(self._group)] = mine.indices().shape[1]
+        dist.all_reduce(counts, group=self._group)
+        most = int(counts.max())
+        rows = mine.indices().new_zeros((mine.indices().shape[0], most))
+        rows[:, : mine.indices().shape[1]] = mine.indices()
+        values = mine.values().new_zeros((most, *mine.values().shape[1:]))
+        values[: mine.values().shape[0]] = mine.values()
+        all_rows = [torch.empty_like(rows) for _ in range(self.size)]
+        all_values = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(all_rows, rows, group=self._group)
+        dist.all_gather(all_values, values, group=self._group)
+        numbers = counts.tolist()
+        indices = torch.cat([each[:, :number] for each, number in zip(all_rows, numbers, strict=True)], 1)
+        together = torch.cat([each[:number] for each, number in zip(all_values, numbers, strict=True)])
+        parameter.grad = torch.sparse_coo_tensor(indices, together / self.size, mine.shape).coalesce()
 
 
 class FSDP2(_Ranks):
@@ -162,5 +226,26 @@ def how_spread(model: nn.Module) -> OneProcess:
     return FSDP2(sharded, dist.group.WORLD, device)
 
 
+_NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0
+
+
+def _kind(gradient: torch.Tensor | None) -> float:
+    return _NONE if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
+
+
 def _gradient(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(parameter, dtype=dtype) if parameter.grad is None else parameter.grad
+
+
+def _known_to(module: DistributedDataParallel) -> list[torch.Tensor] | None:
+    """Return the weights that DDP synchronises: those that required a gradient when it wrapped; None if unsure."""
+    now = [
+        weight
+        for name, weight in module.module.named_parameters()
+        if weight.requires_grad and name not in module.parameters_to_ignore
+    ]
+    # DDP does not say which they were, but how many, and of how many bytes.
+    facts = module._get_ddp_logging_data()
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in now)
+    is_sure = facts.get("num_parameter_tensors") == len(now) and facts.get("total_parameter_size_bytes") == num_bytes
+    return now if is_sure else None

@@ -9,7 +9,7 @@ Promises:
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -46,6 +46,13 @@ def widen(parameters: Sequence[nn.Parameter]) -> None:
         parameter.grad_dtype = torch.float32
 
 
+def put_back(parameters: Sequence[nn.Parameter]) -> None:
+    """Have autograd add up the gradients of these parameters in their own type again."""
+    for parameter in parameters:
+        parameter.grad = None
+        parameter.grad_dtype = parameter.dtype
+
+
 class WideShares:
     """Multiplies gradients by the share of their micro-batch once they are wide.
 
@@ -54,22 +61,27 @@ class WideShares:
 
     >>> weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     >>> widen([weight])
-    >>> shares = WideShares([weight])
+    >>> shares = WideShares()
+    >>> shares.attach([weight])
     >>> with shares.of(0.3) as rest:
     ...     (weight.sum() * (0.3 / rest)).backward()
     >>> rest, weight.grad
     (0.6, tensor([0.3000]))
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._is_used = bool(parameters)
+    def __init__(self) -> None:
         self._rest = 1.0
-        for parameter in parameters:
-            parameter.register_hook(self._times_rest)
+        self._handles: list[Any] = []
+
+    def attach(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Multiply the gradients of these weights from now on, and of no others."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [parameter.register_hook(self._times_rest) for parameter in parameters]
 
     def of(self, share: float) -> WideShares:
         """Give the block that begins here what its gradients are multiplied by: `share` over a power of two, or 1."""
-        self._rest = math.frexp(share)[0] if self._is_used else 1.0
+        self._rest = math.frexp(share)[0] if self._handles else 1.0
         return self
 
     def __enter__(self) -> float:

@@ -41,8 +41,10 @@ class Windows:
         self.awaited: MicroBatch | None = None
         self._spread = spread
         self._boundary = boundary
-        # Gradients that are wide, or that a failed backward may leave half made, are synchronised by hand at the end.
-        self._reduces_itself = reduces_itself
+        # Gradients that are wide, or that a failed backward may leave half made, are synchronised by hand at the end;
+        # so are all where DDP waits for one that does not come.
+        self._always_by_hand = reduces_itself
+        self._reduces_itself = reduces_itself or not spread.finishes(boundary.parameters)
         self._open: OpenWindow | None = None
         self._reader: ReadAhead | None = None
         self._ahead: Planned | None = None
@@ -85,8 +87,15 @@ class Windows:
             self._watcher = NOBODY
 
     def _begin(self, window: OpenWindow) -> None:
-        # What somebody's backward left behind belongs to no window.
-        self._boundary.zero()
+        self._boundary.begin()
+        by_hand = self._always_by_hand or not self._spread.finishes(self._boundary.parameters)
+        if by_hand and not self._reduces_itself and window.num_left == 1 and not self.is_reading:
+            raise InvalidInputError(
+                "weights were frozen since DDP wrapped the model, and the forward of this window's only micro-batch "
+                "already made ready to synchronise them.",
+                remedy="for micro in accumulator.micro_batches(loader), or wrap the model again after freezing",
+            )
+        self._reduces_itself = by_hand
         self._open = window
 
     def add(self, terms: list[LossTerm], counts: Totals) -> None:
@@ -171,8 +180,18 @@ class Windows:
         self._sizes_ahead = self.sizes
 
     def _end(self, window: OpenWindow, *, is_synchronised: bool) -> Step:
-        if self._spread.size > 1 and not is_synchronised:
-            self._spread.reduce(self._boundary.parameters)
+        try:
+            self._boundary.weights.check()
+        except InvalidInputError:
+            # What was added up belongs to no set of weights, and the next window begins anew.
+            self._open = None
+            self._boundary.zero()
+            raise
+        if self._spread.size > 1:
+            weights = self._boundary.parameters
+            by_hand = self._spread.left_out(weights) if is_synchronised else weights
+            if by_hand:
+                self._spread.reduce(by_hand)
         self._boundary.unscale()
         self.position.finish_window([] if self._ahead is None else self._ahead.micro_batches)
         self._counting.received(self.position.micro_batches_done)
@@ -235,6 +254,11 @@ class Windows:
         if self._open is not None and not self._spread.gathers_in_forward:  # FSDP2 keeps them elsewhere meanwhile
             check_gradients_are_there(self._boundary, self._open.num_with_gradient)
 
+    def check_weights(self) -> None:
+        """Refuse to go on where the weights that train changed since the window began."""
+        if self._open is not None:
+            self._boundary.weights.check()
+
     def check_may_skip(self) -> None:
         """Refuse to leave out a micro-batch that other ranks wait for."""
         self.check_awaited()
@@ -259,3 +283,5 @@ class Windows:
         if self._spread.size > 1:
             left = self._open.num_left if self._open else self._next_size()
             self._spread.synchronise_next(left == 1 and not self._reduces_itself)
+        elif not self._spread.finishes(self._boundary.parameters):
+            self._spread.synchronise_next(False)  # a single rank has nobody to wait for
