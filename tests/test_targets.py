@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,13 @@ import pytest
 import batchwright as bw
 from batchwright.errors import InvalidInputError
 from batchwright.targets import load_workload
+from batchwright.users_code import is_installed_or_ours
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.conftest import Run
 
 FILE = """
 from dataclasses import dataclass
@@ -75,7 +79,8 @@ def imports_are_put_back() -> Iterator[None]:
     yield
     sys.path[:] = path
     for name in set(sys.modules) - modules:
-        if not name.startswith("torch"):
+        # Only the user's own: a library that was imported meanwhile cannot be imported twice.
+        if not is_installed_or_ours(getattr(sys.modules[name], "__file__", None)):
             del sys.modules[name]
 
 
@@ -181,3 +186,79 @@ def test_a_missing_package_whose_name_begins_like_the_module_is_the_users_error(
     file.write_text("import my_train")
     with pytest.raises(ModuleNotFoundError, match="'my_train'"):
         load_workload("my_training:workload")
+
+
+ARGPARSE = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--layers", type=int, default=1)
+parser.add_argument("--title", default="untitled")
+typed = parser.parse_args()
+import torch
+import batchwright as bw
+
+
+def workload():
+    return bw.Workload(
+        model=lambda: torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(parser.parse_args().layers))),
+        batch=lambda n: torch.ones(n, 4),
+        loss=lambda model, batch: model(batch).mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        name=f"{typed.title} {typed.layers}",
+    )
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "reads_arguments.py"
+    path.write_text(ARGPARSE)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ("", "untitled 1"),
+        (" --", "untitled 1"),
+        (" -- --layers 3 --title 'a: b'", "a: b 3"),
+        (" -- --title='a -- b'", "a -- b 1"),
+    ],
+)
+def test_a_targets_argparse_reads_its_own_arguments(script: Path, arguments: str, name: str) -> None:
+    before = sys.argv
+    assert load_workload(f"{script}:workload{arguments}").name == name
+    assert sys.argv is before
+
+
+def test_an_argument_that_a_target_does_not_know_is_its_own_error(script: Path) -> None:
+    before = sys.argv
+    with pytest.raises(SystemExit):
+        load_workload(f"{script}:workload -- --nope")
+    assert sys.argv is before
+
+
+def test_arguments_that_cannot_be_read_are_refused(script: Path) -> None:
+    with pytest.raises(InvalidInputError, match="the target's arguments cannot be read"):
+        load_workload(f"{script}:workload -- 'open")
+
+
+def test_functions_that_read_arguments_later_find_them_in_the_command_and_in_its_probes(script: Path, run: Run) -> None:
+    words = (f"{script}:workload", "--json", "--", "--layers", "3")
+    estimate = json.loads(run("estimate", *words).out)
+    assert estimate["parts"]["weights"] == 3 * 4 * (4 + 4 * 4)
+    ran = run("fit", words[0], "--limit", "2", "--no-cache", *words[1:])
+    assert (ran.code, json.loads(ran.out)["micro_batch"]) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["estimate", "--", "--layers", "3"], "try: a target before --, as in"),
+        (["estimate", "gpt2", "--", "--layers", "3"], "'gpt2' names no function of a file or module"),
+    ],
+)
+def test_arguments_without_a_target_say_where_they_go(run: Run, words: list[str], problem: str) -> None:
+    ran = run(*words)
+    assert ran.code == 2
+    assert problem in ran.err

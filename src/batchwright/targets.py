@@ -1,8 +1,9 @@
 """Load a workload from the user's own file or module.
 
 Promises:
-- a target is `path.py:function` or `module:function`;
+- a target is `path.py:function` or `module:function`, with arguments of its own behind ` -- `;
 - one that is malformed, or whose file or module is not there, is refused before anything is imported;
+- while it loads, `sys.argv` is the target's: its argparse reads its own arguments, never batchwright's;
 - an error raised by the user's file keeps its traceback.
 """
 
@@ -11,8 +12,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import shlex
 import sys
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +25,65 @@ from batchwright.users_code import is_installed_or_ours
 from batchwright.workload import Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import ModuleType
 
 
+@dataclass(frozen=True)
+class Target:
+    """Where a workload is made: a file or module, a function in it, and the arguments the file reads."""
+
+    place: str
+    function: str
+    arguments: tuple[str, ...] = ()
+
+    @staticmethod
+    def read(text: str) -> Target:
+        """Read what a person typed; nothing is imported, nothing has to exist.
+
+        >>> Target.read("train.py:workload -- --layers 4")
+        Target(place='train.py', function='workload', arguments=('--layers', '4'))
+        """
+        # A target without arguments may end in the bare separator, as a command line may.
+        name, separator, arguments = f"{text} ".partition(" -- ")
+        name = name.strip() if separator else text
+        place, colon, function = name.rpartition(":")
+        if not colon or not place or not function.isidentifier():
+            remedy = f"{name}:workload" if name and ":" not in name else "train.py:workload"
+            raise InvalidInputError(
+                f"a target is written path.py:function or module:function; received {shortened(name)}.", remedy=remedy
+            )
+        try:
+            return Target(place, function, tuple(shlex.split(arguments)))
+        except ValueError as error:
+            raise InvalidInputError(f"the target's arguments cannot be read ({error}): {shortened(text)}.") from None
+
+    @property
+    def name(self) -> str:
+        """The target without its arguments."""
+        return f"{self.place}:{self.function}"
+
+    @property
+    def argv(self) -> list[str]:
+        """What `sys.argv` is to the target's own code."""
+        return [self.place, *self.arguments]
+
+    def __str__(self) -> str:
+        return f"{self.name} -- {shlex.join(self.arguments)}" if self.arguments else self.name
+
+
+@contextmanager
+def own_arguments(target: Target) -> Iterator[None]:
+    """Give the target's code its own `sys.argv`, for as long as this lasts."""
+    before, sys.argv = sys.argv, target.argv
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
 def load_workload(target: str) -> Workload:
-    """Load a workload from `path.py:function` or `module:function`.
+    """Load a workload from `path.py:function` or `module:function`, with arguments behind ` -- ` if it reads any.
 
     >>> load_workload("train.py")
     Traceback (most recent call last):
@@ -35,43 +91,41 @@ def load_workload(target: str) -> Workload:
     batchwright.errors.InvalidInputError: a target is written path.py:function or module:function; received 'train.py'.
       try: train.py:workload
     """
-    place, function = find_target(target)
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    made = getattr(module, function, None)
-    if made is None:
-        public = sorted(name for name in vars(module) if not name.startswith("_"))
-        candidates = [name for name in public if _can_be_a_target(vars(module)[name], module)]
-        near = ", ".join(candidates[:6]) or "none that takes no arguments"
-        raise InvalidInputError(f"'{place}' has no function '{function}'; it has: {near}.")
-    workload = _called(made, target) if callable(made) and not isinstance(made, Workload) else made
+    found = find_target(target)
+    place, function = found.place, found.function
+    with own_arguments(found):
+        module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+        made = getattr(module, function, None)
+        if made is None:
+            public = sorted(name for name in vars(module) if not name.startswith("_"))
+            candidates = [name for name in public if _can_be_a_target(vars(module)[name], module)]
+            near = ", ".join(candidates[:6]) or "none that takes no arguments"
+            raise InvalidInputError(f"'{place}' has no function '{function}'; it has: {near}.")
+        workload = _called(made, found.name) if callable(made) and not isinstance(made, Workload) else made
     if not isinstance(workload, Workload):
-        raise InvalidInputError(f"{target} returned {shortened(workload)}; a batchwright.Workload is expected.")
-    return workload if workload.name != "workload" else replace(workload, name=target)
+        raise InvalidInputError(f"{found.name} returned {shortened(workload)}; a batchwright.Workload is expected.")
+    return workload if workload.name != "workload" else replace(workload, name=str(found))
 
 
-def find_target(target: str) -> tuple[str, str]:
-    """Return the file or module that a target names, which is there, and the function; imports nothing.
+def find_target(text: str) -> Target:
+    """Return the target, whose file or package is there; imports nothing.
 
     >>> find_target("json:loads")
-    ('json', 'loads')
+    Target(place='json', function='loads', arguments=())
     """
-    place, colon, function = target.rpartition(":")
-    if not colon or not place or not function.isidentifier():
-        remedy = f"{target}:workload" if target and ":" not in target else "train.py:workload"
-        raise InvalidInputError(
-            f"a target is written path.py:function or module:function; received {shortened(target)}.", remedy=remedy
-        )
+    target = Target.read(text)
+    place = target.place
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise InvalidInputError(f"no file at '{place}'.")
-        return place, function
+        return target
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     # Only the package can be looked for: to look inside of it is to import it.
     package, *inner = place.split(".")
     if not all((package, *inner)) or (package not in sys.modules and importlib.util.find_spec(package) is None):
         raise _no_module(place)
-    return place, function
+    return target
 
 
 def _can_be_a_target(value: object, module: ModuleType) -> bool:

@@ -3,7 +3,8 @@
 Promises:
 - `--help` imports neither torch, numpy, rich nor any command;
 - an error that was raised on purpose is one message on stderr and an exit code, never a traceback;
-- Ctrl-C ends with 130.
+- what stands behind `--` is the target's, and click never sees it;
+- a reader that goes away (`| head`) ends it with 0, Ctrl-C with 130.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
+from batchwright.cli.streams import open_streams
 from batchwright.noise.process_group import is_first_rank
 
 # Name and one-line help of each command, in the order a person asks. Kept here, so that `--help` need not
@@ -87,22 +89,46 @@ def group() -> None:
     """Choose the batch size: what it costs, what fits, how to split it, and what to type."""
 
 
+# The commands whose first argument is a target, which may be handed arguments of its own.
+_WITH_TARGET = ("estimate", "fit", "audit", "noise", "tune")
+
+
+def split_arguments(args: list[str]) -> tuple[list[str], list[str]]:
+    """Split what was typed into our part and what stands behind `--`, which is the target's.
+
+    >>> split_arguments(["fit", "train.py:workload", "--limit", "64", "--", "--layers", "4"])
+    (['fit', 'train.py:workload', '--limit', '64'], ['--layers', '4'])
+    """
+    if not args or args[0] not in _WITH_TARGET or "--" not in args:
+        return args, []
+    place = args.index("--")
+    return args[:place], args[place + 1 :]
+
+
 def main(args: list[str] | None = None) -> NoReturn:
     """Run the command and exit with its code."""
     sys.exit(_run(args))
 
 
 def _run(args: list[str] | None) -> int:
+    own, of_target = split_arguments(sys.argv[1:] if args is None else args)
     try:
-        outcome: Any = group.main(args=args, prog_name="batchwright", standalone_mode=False)
+        open_streams()
+        output = sys.stdout
+        outcome: Any = group.main(args=own, prog_name="batchwright", standalone_mode=False, obj=of_target)
+        sys.stdout.flush()  # here, where a reader that went away is understood
     except click.exceptions.Exit as leaving:
         return leaving.exit_code
     except click.ClickException as error:
         error.show()
+        if of_target and isinstance(error, click.MissingParameter):
+            click.echo("  try: a target before --, as in train.py:workload -- --layers 4", err=True)
         return error.exit_code
     except SystemExit as leaving:
+        if sys.stdout is not output:
+            return 0  # click puts another stream there when the reader of a pipe went away
         if not _is_from_users_code(leaving):
-            raise  # click's own way out when the reader of a pipe went away
+            raise
         click.echo(f"Error: the code that was run called sys.exit({leaving.code!r}).", err=True)
         return 3
     except (click.Abort, KeyboardInterrupt) as stop:
@@ -132,6 +158,11 @@ def _run(args: list[str] | None) -> int:
                 click.echo(str(error) if error.exit_code == 3 else f"Error: {error}", err=True)
                 _show_notes(error)
             return error.exit_code
+        if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "numpy"):
+            click.echo(
+                f"Error: {error.name} is not installed in {sys.prefix}.\n  try: pip install {error.name}", err=True
+            )
+            return 2
         if not _is_from_users_code(error):
             raise
         return _show_users_error(error)

@@ -7,11 +7,11 @@ from contextlib import redirect_stdout
 
 import click
 
-from batchwright.cli.options import Count, json_option, print_found
+from batchwright.cli.options import Count, json_option, print_found, target_argument
 
 
 @click.command("audit")
-@click.argument("target")
+@target_argument
 @click.option("--micro-batch", type=Count(), default=2, show_default=True, help="Samples in one forward and backward.")
 @click.option("--accumulation", type=Count(), default=4, show_default=True, help="Micro-batches per optimizer step.")
 @click.option("--splits", metavar="LIST", help="Splits to try instead, such as 4x2,3+3+2.")

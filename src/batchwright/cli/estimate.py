@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from batchwright.cli.options import Count, json_option, print_found
+from batchwright.cli.options import Count, json_option, print_found, target_argument
 from batchwright.errors import InvalidInputError
 from batchwright.units import parse_whole_number, shortened
 
 
 @click.command("estimate")
-@click.argument("target")
+@target_argument
 @click.option("--micro-batch", type=Count(), default=1, show_default=True, help="Samples in one forward and backward.")
 @click.option("--on", default="cpu", show_default=True, help="Where the step would run: cpu, a card, or all cards.")
 @click.option("--shape", "shapes", metavar="NAME=VALUE", multiple=True, help="An argument of the workload's batch.")

@@ -7,7 +7,9 @@ import sys
 import click
 
 from batchwright.cli.options import json_option, print_json
+from batchwright.cli.streams import can_show
 from batchwright.concepts.pages import LANGUAGES, TOPICS, read_page
+from batchwright.errors import InvalidInputError
 
 
 @click.command("explain")
@@ -39,6 +41,11 @@ def command(topic: str | None, lang: str, as_json: bool) -> int:
             click.echo("\n".join(f"{page.topic:<{width}}  {page.summary}" for page in pages))
         return 0
     page = read_page(topic, lang)
+    if not as_json and not can_show(page.title):
+        raise InvalidInputError(
+            f"this terminal or file is written in {sys.stdout.encoding}, which cannot show the page.",
+            remedy="PYTHONIOENCODING=utf-8 in front of the command, or --json",
+        )
     if as_json:
         print_json(page.to_dict())
     elif sys.stdout.isatty():

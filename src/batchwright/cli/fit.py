@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.catalogue.gpus import names_a_card
-from batchwright.cli.options import Amount, Count, json_option, print_found
+from batchwright.cli.options import Amount, Count, json_option, print_found, target_argument
 from batchwright.cli.then_job import check_job, run_jobs
 from batchwright.errors import InvalidInputError
 from batchwright.fitting.question import Question
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @click.command("fit")
-@click.argument("target")
+@target_argument
 @click.option(
     "--on", default="cpu", show_default=True, help="Where probes run: cpu, cuda, cuda:1, mps, xpu; or a card."
 )

@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from batchwright.cli.options import Count, json_option, print_found
+from batchwright.cli.options import Count, json_option, print_found, target_argument
 from batchwright.noise.process_group import is_first_rank
 
 
 @click.command("noise")
-@click.argument("target")
+@target_argument
 @click.option("--effective-batch", type=Count(), default=64, show_default=True, help="Samples per optimizer step.")
 @click.option("--steps", type=Count(), default=200, show_default=True, help="Optimizer steps to train.")
 @click.option(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from typing import Any
 
 import click
 
+from batchwright.cli.streams import can_show
 from batchwright.errors import InvalidInputError
+from batchwright.targets import Target
 from batchwright.units import parse_bytes, parse_whole_number
 
 
@@ -60,12 +64,32 @@ def name_of(param: click.Parameter | None) -> str:
     return (param.name or "").upper() if isinstance(param, click.Argument) else max(param.opts, key=len)
 
 
+def _with_its_arguments(ctx: click.Context, _: click.Parameter, name: str) -> str:
+    """Join a target with the arguments behind `--`, and give its code a `sys.argv` of its own."""
+    arguments: list[str] = ctx.obj or []
+    if ":" not in name:
+        # A model by name, or a file without a function, which is explained where it is used.
+        if arguments:
+            raise InvalidInputError(
+                f"the arguments behind -- go to the code of a target; {name!r} names no function of a file or module.",
+                remedy=f"train.py:workload -- {shlex.join(arguments)}",
+            )
+        return name
+    text = f"{name} -- {shlex.join(arguments)}" if arguments else name
+    before, sys.argv = sys.argv, Target.read(text).argv
+    ctx.call_on_close(lambda: setattr(sys, "argv", before))
+    return text
+
+
+target_argument = click.argument("target", metavar="TARGET [-- ARGUMENTS]", callback=_with_its_arguments)
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 
 
 def print_json(data: dict[str, Any]) -> None:
     """Print plain data as JSON on stdout."""
-    click.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+    click.echo(text if can_show(text) else json.dumps(data, indent=2, allow_nan=False))
 
 
 def print_found(found: Any, *, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchwright.cli.options import Amount, Count, json_option, print_found
+from batchwright.cli.options import Amount, Count, json_option, print_found, target_argument
 from batchwright.errors import InvalidInputError
 from batchwright.noise.process_group import is_first_rank
 from batchwright.planning.dialects.registry import FRAMEWORKS, find_dialect
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command("tune")
-@click.argument("target")
+@target_argument
 @click.option(
     "--on", default="cpu", show_default=True, metavar="DEVICE", help="cpu, cuda, mps, xpu; or a card of the catalogue."
 )
@@ -92,8 +92,9 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
         return 1
     click.echo(f"the run is in {options['file']}; the page: batchwright report {options['file']}", err=True)
     if "skipped" not in advised:
-        asked = f"{found.run['workload']['command']} --run-file {options['file']}"
-        click.echo(f"what to type: {asked} --resume --for {FRAMEWORKS[0]}", err=True)
+        command, *arguments = found.run["workload"]["command"].partition(" -- ")
+        options_to_add = f"--run-file {options['file']} --resume --for {FRAMEWORKS[0]}"
+        click.echo(f"what to type: {command} {options_to_add}{''.join(arguments)}", err=True)
     return int("skipped" in advised)
 
 

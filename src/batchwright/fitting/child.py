@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import BatchwrightError
 from batchwright.fitting.job import Job, part_to_probe
+from batchwright.targets import Target
 from batchwright.users_code import users_traceback_text
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ def main() -> None:
     """Run one job and leave."""
     _die_with_parent()
     faulthandler.enable()  # a crash then leaves the Python lines it came from
-    job = Job.from_dict(json.loads(Path(sys.argv[1]).read_text()))
+    _, question, place = sys.argv
+    job = Job.from_dict(json.loads(Path(question).read_text()))
+    # The process is the target's from here on: its functions may read their arguments whenever they are called.
+    sys.argv = sys.argv[:1] if job.target is None else Target.read(job.target).argv
     try:
         answer: dict[str, Any] = {"outcome": run_job(job).to_dict()}
     except BatchwrightError as error:
@@ -40,9 +44,9 @@ def main() -> None:
         answer = {"error": {"type": type(error).__name__, **told}}
     except BaseException as error:
         answer = {"raised": users_traceback_text(error)}
-    scratch = Path(f"{sys.argv[2]}.part")
+    scratch = Path(f"{place}.part")
     scratch.write_text(json.dumps(answer))
-    scratch.rename(sys.argv[2])
+    scratch.rename(place)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not a plain exit: torch's own clean-up can crash where memory is scarce, and can wait for other ranks for ever.

@@ -38,6 +38,7 @@ from batchwright.device.device import open_device
 from batchwright.fitting.named_code import Names, is_installed
 from batchwright.memory.fake_model import build_skeleton
 from batchwright.state.kept_state import KeptState
+from batchwright.targets import Target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,6 +124,7 @@ def _ingredients(
     # Last: by now everything is imported that the user's functions import when they are called.
     found["objects"] = names.objects()
     found["files"] = None if target is None else _files(target)
+    found["arguments"] = None if target is None else list(Target.read(target).arguments)
     found["versions"] = {
         "python": sys.version,
         "platform": platform.platform(),
@@ -163,7 +165,7 @@ def _seed() -> None:
 
 def _files(target: str) -> list[list[str]]:
     """Return names and hashes of the target's file and of all files of the user's that are imported by now."""
-    place = target.rpartition(":")[0]
+    place = Target.read(target).place
     found = {Path(place if place.endswith(".py") else sys.modules[place].__file__ or "").resolve()}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.catalogue.gpus import names_a_card
 from batchwright.errors import InvalidInputError
+from batchwright.targets import Target
 from batchwright.units import parse_bytes, shortened, whole_number
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class Ask:
         >>> Ask.read(memory="16GiB", branch_batches=(16, 64), shape={"seq_len": 512}).command("train.py:workload")
         'batchwright tune train.py:workload --memory 16GiB --shape seq_len=512 --branches 16,64'
         """
-        words = ["batchwright", "tune", target]
+        named = Target.read(target)
+        words = ["batchwright", "tune", named.name]
         for each in fields(self):
             value, option = getattr(self, each.name), f"--{each.name.replace('_', '-')}"
             if each.name == "shape":
@@ -95,7 +97,7 @@ class Ask:
                 words += [option, ",".join(map(str, value))] if value else []
             elif value != each.default:
                 words += [option, _as_typed(value) if each.name == "memory" else str(value)]
-        return shlex.join(words)
+        return shlex.join([*words, "--", *named.arguments] if named.arguments else words)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the question as plain data."""
