@@ -161,9 +161,16 @@ def test_a_folder_that_cannot_be_read_is_ignored_and_said(tmp_path: Path, monkey
         raise PermissionError(errno.EACCES, "Permission denied")
 
     Answers(tmp_path).remember(KEY, make_fit())
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     expected = "a remembered answer was ignored: it cannot be read (Permission denied)"
     assert Answers(tmp_path).recall(KEY) == (None, expected)
+
+
+def test_what_is_no_plain_file_is_ignored_at_once_and_said(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / f"{KEY}.json")
+    found, note = Answers(tmp_path).recall(KEY)
+    assert found is None
+    assert note == "a remembered answer was ignored: it cannot be read (it is not a plain file)"
 
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:

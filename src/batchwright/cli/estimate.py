@@ -14,7 +14,7 @@ from batchwright.units import parse_whole_number, shortened
 @click.command("estimate")
 @target_argument
 @click.option("--micro-batch", type=Count(), default=1, show_default=True, help="Samples in one forward and backward.")
-@click.option("--on", default="cpu", show_default=True, help="Where the step would run: cpu, a card, or all cards.")
+@click.option("--on", help="Where the step would run: cpu, a card, or all cards.  [default: the card here, else cpu]")
 @click.option("--shape", "shapes", metavar="NAME=VALUE", multiple=True, help="An argument of the workload's batch.")
 @click.option("--accumulation", type=Count(), default=1, show_default=True, help="Micro-batches per optimizer step.")
 @click.option("--clip-norm", type=float, help="Clip the gradient norm, as the step would.")
@@ -72,7 +72,8 @@ _FOR_WORKLOADS = {
 
 def _traced(target: str, options: dict[str, Any], given: set[str]) -> Any:
     _refuse(given & _FOR_NAMED, "a workload", "a model by name")
-    is_host = options["on"] == "cpu"
+    is_asking = options["find_max"] or options["memory"] is not None
+    is_host = options["on"] == "cpu" or (options["on"] is None and is_asking and _runs_on_the_cpu())
     if is_host and options["find_max"] != (options["memory"] is not None):
         raise InvalidInputError("--max and --memory go together.", remedy="--max --memory 16GiB")
     if options["find_max"] and "micro_batch" in given:
@@ -96,6 +97,12 @@ def _traced(target: str, options: dict[str, Any], given: set[str]) -> Any:
             return estimate_every_card(workload, progress=progress.say, devices=options["devices"] or 1, **told)
         more = {name: options[name] for name in ("on", "memory", "find_max", "what_if", "snapshot", "calibrate")}
         return estimate(workload, progress=progress.say, devices=options["devices"] or 1, **told, **more)
+
+
+def _runs_on_the_cpu() -> bool:
+    from batchwright.memory.on_card import default_place
+
+    return default_place()[0] == "cpu"
 
 
 def _by_formula(target: str, options: dict[str, Any], given: set[str]) -> Any:

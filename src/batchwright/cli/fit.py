@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.catalogue.gpus import names_a_card
-from batchwright.cli.options import Amount, Count, json_option, print_found, target_argument
+from batchwright.cli.options import DEFAULT_DEVICE, Amount, Count, json_option, print_found, target_argument
 from batchwright.cli.then_job import check_job, run_jobs
 from batchwright.errors import InvalidInputError
 from batchwright.fitting.question import Question
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 @click.command("fit")
 @target_argument
-@click.option(
-    "--on", default="cpu", show_default=True, help="Where probes run: cpu, cuda, cuda:1, mps, xpu; or a card."
-)
+@click.option("--on", help=f"Where probes run: cpu, cuda, cuda:1, mps, xpu; or a card.  {DEFAULT_DEVICE}")
 @click.option("--memory", type=Amount(), metavar="AMOUNT", help="A budget such as 16GiB.  [default: what is free]")
 @click.option("--limit", type=Count(), help="The largest micro-batch of interest.")
 @click.option(
@@ -68,7 +66,7 @@ def command(target: str, as_json: bool, **options: Any) -> int:
     margin = parse_margin(options["margin"])
     if options["then"] is not None:
         check_job(options["then"], ["micro_batch", *shapes])
-    is_card = names_a_card(options["on"])
+    is_card = options["on"] is not None and names_a_card(options["on"])
     if options["devices"] is not None and options["accumulate_to"] is None and not is_card:
         raise InvalidInputError("--devices changes nothing without --accumulate-to.", remedy="--accumulate-to 256")
     if options["allocator"] is not None and not is_card:
@@ -126,7 +124,7 @@ def _find(target: str, shapes: dict[str, list[int]], margin: float, options: dic
 
 def _card_options(options: dict[str, Any]) -> dict[str, Any]:
     """What is asked of a simulated card only."""
-    if not names_a_card(options["on"]):
+    if options["on"] is None or not names_a_card(options["on"]):
         return {}
     return {"allocator": options["allocator"], "devices": options["devices"] or 1}
 

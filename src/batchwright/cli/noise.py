@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from batchwright.cli.options import Count, json_option, print_found, target_argument
+from batchwright.cli.options import DEFAULT_DEVICE, Count, json_option, print_found, target_argument
 from batchwright.noise.process_group import is_first_rank
 
 
@@ -19,7 +19,7 @@ from batchwright.noise.process_group import is_first_rank
 @click.option(
     "--micro-batch", type=Count(), help="Samples in one forward and backward. Default: a quarter of a step's."
 )
-@click.option("--on", default="cpu", show_default=True, metavar="DEVICE", help="Where to train: cpu, cuda, mps, xpu.")
+@click.option("--on", metavar="DEVICE", help=f"Where to train: cpu, cuda, mps, xpu.  {DEFAULT_DEVICE}")
 @click.option("--shape", "shapes", metavar="NAME=VALUE", multiple=True, help="An argument of the workload's batch.")
 @click.option("--every", type=Count(), default=1, show_default=True, help="Look at one step in so many.")
 @click.option("--clip-norm", type=float, help="Clip the gradient of a step to this norm.")
@@ -66,13 +66,18 @@ def command(target: str, as_json: bool, **options: Any) -> int:
 
 
 def _measure(target: str, options: dict[str, Any], *, speaks: bool) -> Any:
+    from batchwright.device.device import default_device
     from batchwright.noise.noise_run import measure_noise
     from batchwright.noise.process_group import process_group
     from batchwright.report.progress import Progress
     from batchwright.targets import load_workload
 
     # What the user's code prints must not get into the answer.
-    with Progress() as progress, redirect_stdout(sys.stderr), process_group(options["on"]) as device:
+    with (
+        Progress() as progress,
+        redirect_stdout(sys.stderr),
+        process_group(options["on"] or default_device()) as device,
+    ):
         say = progress.say if speaks else lambda _: None
         say(f"loading {target}")
         return measure_noise(load_workload(target), **{**options, "on": device}, progress=say)

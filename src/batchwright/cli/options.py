@@ -83,6 +83,9 @@ def _with_its_arguments(ctx: click.Context, _: click.Parameter, name: str) -> st
 
 target_argument = click.argument("target", metavar="TARGET [-- ARGUMENTS]", callback=_with_its_arguments)
 
+# Said in the help of each command that runs something; the answer says which device it was.
+DEFAULT_DEVICE = "[default: the accelerator, else cpu]"
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 
 

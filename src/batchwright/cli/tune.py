@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchwright.cli.options import Amount, Count, json_option, print_found, target_argument
+from batchwright.cli.options import DEFAULT_DEVICE, Amount, Count, json_option, print_found, target_argument
 from batchwright.errors import InvalidInputError
 from batchwright.noise.process_group import is_first_rank
 from batchwright.planning.dialects.registry import FRAMEWORKS, find_dialect
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 @click.command("tune")
 @target_argument
-@click.option(
-    "--on", default="cpu", show_default=True, metavar="DEVICE", help="cpu, cuda, mps, xpu; or a card of the catalogue."
-)
+@click.option("--on", metavar="DEVICE", help=f"cpu, cuda, mps, xpu; or a card of the catalogue.  {DEFAULT_DEVICE}")
 @click.option("--memory", type=Amount(), metavar="AMOUNT", help="A budget such as 16GiB.  [default: what is free]")
 @click.option("--devices", type=Count(), help="Data-parallel ranks.  [default: 1, under torchrun its ranks]")
 @click.option("--effective-batch", type=Count(), help="The effective batch to keep.  [default: the one that pays]")

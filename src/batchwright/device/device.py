@@ -84,8 +84,8 @@ def open_limited(on: str, limit_bytes: int | None, *, held_bytes: int = 0) -> De
     return LimitedHost(limit_bytes, held_bytes) if can_limit() else HostDevice(limit_bytes)
 
 
-def open_device(on: str) -> Device:
-    """Open a device of this machine by its name: cpu, cuda, cuda:1, mps or xpu.
+def open_device(on: str | None = None) -> Device:
+    """Open a device of this machine by its name: cpu, cuda, cuda:1, mps or xpu; `default_device()` without a name.
 
     >>> open_device("cpu").kind
     'host'
@@ -95,6 +95,7 @@ def open_device(on: str) -> Device:
     batchwright.errors.InvalidInputError: no device is called 'tpu'; this machine has: cpu...
       try: one of cpu, cuda, cuda:1, mps, xpu
     """
+    on = default_device() if on is None else on
     here = ", ".join(present_devices())
     kind, colon, number = on.partition(":")
     if on == "cpu":
@@ -113,6 +114,14 @@ def open_device(on: str) -> Device:
     if index >= _count(kind):
         raise InvalidInputError(f"{on} was asked for; this machine has: {here}.", remedy=f"{kind}:0")
     return AcceleratorDevice(torch.device(kind, index))
+
+
+def default_device() -> str:
+    """Return the device to use where none was named: the machine's accelerator, cpu where there is none.
+
+    Without a number, so that under torchrun each rank takes its own.
+    """
+    return next((kind for kind in ACCELERATORS if _count(kind)), "cpu")
 
 
 def present_devices() -> tuple[str, ...]:

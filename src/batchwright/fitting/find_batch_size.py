@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, Unpack, overload
 
-from batchwright.device.device import open_limited, present_devices
+from batchwright.device.device import default_device, open_limited
 from batchwright.device.limited_host import live_bytes
 from batchwright.device.out_of_memory import is_out_of_memory
 from batchwright.errors import InvalidInputError, NothingFitsError
@@ -145,7 +145,7 @@ class BatchSizeFinder(Generic[Returned]):
             raise
 
     def _find(self, arguments: dict[str, Any]) -> Fit:
-        on = self._asked["on"] or next((name for name in present_devices() if name != "cpu"), "cpu")
+        on = self._asked["on"] or default_device()
         # As keywords of a partial, so that what the caller hands in is looked into as the function's own things are.
         reached = list(held_objects(functools.partial(self._called.function, **arguments)).values())
         held_bytes = live_bytes(reached)

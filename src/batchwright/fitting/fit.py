@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchwright.catalogue.gpus import names_a_card
+from batchwright.device.device import default_device
 from batchwright.errors import InvalidInputError
 from batchwright.fitting.budget import Budget, open_budget
 from batchwright.fitting.fit_shapes import LARGEST_MICRO_BATCH, fit_shapes
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 def fit(
     work: Workload | Step | str,
     *,
-    on: str = "cpu",
+    on: str | None = None,
     memory: str | int | None = None,
     limit: int | None = None,
     shapes: Mapping[str, int | Sequence[int]] | None = None,
@@ -75,7 +76,8 @@ def fit(
     (37, 38, 'out_of_memory')
 
     `work` is a workload, a plain `step(n)`, or a target such as "train.py:workload", whose probes run in processes of
-    their own. `on` may be a card of the catalogue, such as "a100-40gb": the steps are then traced on a simulated one.
+    their own. `on` is a device of this machine (default: its accelerator, cpu where there is none), or a card of the
+    catalogue, such as "a100-40gb": the steps are then traced on a simulated one.
     There `devices` makes it one of so many ranks, with the workload's own `wrap`, and `allocator` has settings as
     PYTORCH_ALLOC_CONF does. `memory` is a budget such as "16GiB" (default: what is free), `limit` the largest size of
     interest.
@@ -85,6 +87,7 @@ def fit(
     answer is remembered for later runs, where one probe certifies it, unless `cache=False`.
     """
     say = progress or (lambda _: None)
+    on = default_device() if on is None else on
     asked = read_work(work)
     question = Question.read(
         limit=limit,

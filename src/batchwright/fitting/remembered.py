@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -66,8 +67,7 @@ class Answers:
             return None, ""
         file = self._file(self._folder, key)
         try:
-            with file.open("rb") as opened:
-                text = opened.read(_MOST_BYTES + 1)
+            text = _read_regular(file)
         except FileNotFoundError:
             return None, ""
         except (OSError, ValueError) as error:
@@ -118,6 +118,14 @@ class Answers:
     def _file(folder: Path, key: str) -> Path:
         assert key.isalnum(), "a key is a hash in hex, so that it can be the name of a file"
         return folder / f"{key}.json"
+
+
+def _read_regular(file: Path) -> bytes:
+    """Read the beginning of a plain file; anything else (a pipe, a device) may never answer, and is refused."""
+    with open(file, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise OSError("it is not a plain file")
+        return opened.read(_MOST_BYTES + 1)
 
 
 def from_remembered(size: int, fallback: Callable[[], Generator[int, Seen, None]]) -> Generator[int, Seen, None]:

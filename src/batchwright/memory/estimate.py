@@ -20,7 +20,7 @@ from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import Breakdown, break_down, parts_at_the_same_moment
 from batchwright.memory.cards_alike import CardsAlike
 from batchwright.memory.largest import largest_within
-from batchwright.memory.on_card import OnCard, card_named, device_peak, read_settings, upper_on_card
+from batchwright.memory.on_card import OnCard, card_named, default_place, device_peak, read_settings, upper_on_card
 from batchwright.memory.result import PARTS, Estimate
 from batchwright.memory.tracing import Traced, check_batches, trace_workload
 from batchwright.memory.what_if import what_if_savings
@@ -45,7 +45,7 @@ def estimate(
     workload: Workload,
     *,
     micro_batch: int = 1,
-    on: str = "cpu",
+    on: str | None = None,
     shape: Mapping[str, Any] | None = None,
     accumulation: int = 1,
     clip_norm: float | None = None,
@@ -74,14 +74,16 @@ def estimate(
     (263168, 263168, 'backward')
 
     `shape` goes to the workload's `batch`; `accumulation` micro-batches make a step. `on` is "cpu", or a card of the
-    catalogue such as "a100-40gb", which is simulated: its peaks are allocated, reserved and device, and `fits` says
-    whether the step runs there. With `memory`, a budget such as "16GiB" (of a card: what it has), or on a card with
-    `find_max`, the largest micro-batch that stays within it is found first, and the answer is its estimate. On a card,
-    `devices` makes it one of so many ranks: the workload's `wrap` runs over a process group that sends nothing.
-    `allocator` are a card's settings as PYTORCH_ALLOC_CONF has them, and `snapshot` is a file for PyTorch's own memory
-    snapshot of the run, to be opened with pytorch.org/memory_viz. `calibrate` is a file that `record_run` wrote on such
-    a card, by which the fixed parts are set right. `progress` is told what is being traced.
+    catalogue such as "a100-40gb", which is simulated (default: the card of this machine, "cpu" where there is
+    none): its peaks are allocated, reserved and device, and `fits` says whether the step runs there. With `memory`,
+    a budget such as "16GiB" (of a card: what it has), or on a card with `find_max`, the largest micro-batch that
+    stays within it is found first, and the answer is its estimate. On a card, `devices` makes it one of so many
+    ranks: the workload's `wrap` runs over a process group that sends nothing. `allocator` are a card's settings as
+    PYTORCH_ALLOC_CONF has them, and `snapshot` is a file for PyTorch's own memory snapshot of the run, to be opened
+    with pytorch.org/memory_viz. `calibrate` is a file that `record_run` wrote on such a card, by which the fixed
+    parts are set right. `progress` is told what is being traced.
     """
+    on, place_note = (on, "") if on is not None else default_place()
     card = card_named(on, memory=memory)
     limit = card.total_bytes if card is not None else None if memory is None else parse_bytes(memory)
     say = progress or (lambda _: None)
@@ -114,6 +116,9 @@ def estimate(
     check_batches(workload, shape or {})
     num_samples = LARGEST_MICRO_BATCH if workload.data is None else max(1, len(workload.data))
     cap = min(num_samples, LARGEST_MICRO_BATCH)
+    is_search = find_max or (card is None and limit is not None)
+    if find_max and limit is None:
+        raise InvalidInputError("the largest micro-batch on cpu is that of a budget.", remedy='memory="16GiB"')
     with without_torchs_own_log():
         if there is not None:
             size = _largest_on(there, traced, cap, say) if find_max else size
@@ -147,9 +152,10 @@ def estimate(
         largest=found.largest,
         phases=found.phases,
         source=f"predicted, routing {run.routing}" if run.routing else "predicted",
-        notes=run.notes,
+        notes=(*run.notes, place_note) if place_note else run.notes,
         limit_bytes=limit,
-        max_micro_batch=size if find_max or (there is None and limit is not None) else None,
+        max_micro_batch=size if is_search else None,
+        max_limited_by=_end_of_search(size, cap) if is_search else None,
         savings=savings,
         fits=fits,
     )
@@ -182,6 +188,13 @@ def _largest_for(limit: int, traced: Callable[[int], Traced], *, cap: int) -> in
             remedy="--what-if in place of --max prints what each change of the set-up would save",
         )
     return size
+
+
+def _end_of_search(size: int, cap: int) -> str:
+    """What keeps the largest micro-batch from being larger: memory, the end of the data, or of the search."""
+    if size < cap:
+        return "memory"
+    return "data" if cap < LARGEST_MICRO_BATCH else "search"
 
 
 def _all_parts(run: Traced, found: Breakdown) -> dict[str, int | None]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchwright.catalogue.gpus import Card, Context, context_of, find_card, names_a_card
-from batchwright.device.device import present_devices
+from batchwright.device.device import default_device, present_devices
 from batchwright.device.peak_bytes import PeakBytes
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import break_down
@@ -61,6 +61,21 @@ def card_named(on: str, *, memory: str | int | None = None) -> Card | None:
             f"no device and no card is called {shortened(on)}; this machine has: {here}.", remedy=error.remedy
         ) from None
     return card if memory is None else replace(card, total_bytes=parse_bytes(memory))
+
+
+def default_place() -> tuple[str, str]:
+    """Return where a step would run on this machine, and what has to be said of it.
+
+    That is the machine's own card, simulated; the CPU where there is no accelerator, or none that the catalogue knows.
+    """
+    device = default_device()
+    if device == "cpu":
+        return device, ""
+    product = torch.cuda.get_device_name() if device == "cuda" else device
+    try:
+        return find_card(product).name, ""
+    except InvalidInputError:
+        return "cpu", f"predicted for the CPU: the catalogue does not have this machine's accelerator ({product})"
 
 
 @dataclass(frozen=True)

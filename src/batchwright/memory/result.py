@@ -89,6 +89,8 @@ class Estimate(PrintedResult):
     notes: tuple[str, ...] = ()
     limit_bytes: int | None = None
     max_micro_batch: int | None = None
+    max_limited_by: str | None = None
+    """What ended the search for it: memory, data (it has no more samples) or search (as far as one looks)."""
     savings: tuple[Saving, ...] = ()
     fits: bool | None = None
     """Whether the step runs on the simulated card; None where nothing was asked of one."""

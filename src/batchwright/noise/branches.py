@@ -46,7 +46,7 @@ def measure_critical_batch(
     learning_rates: Mapping[int, float] | None = None,
     evaluate_samples: int = 256,
     largest: int | None = None,
-    on: str = "cpu",
+    on: str | None = None,
     shape: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> MeasuredCriticalBatch:

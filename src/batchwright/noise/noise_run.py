@@ -44,7 +44,7 @@ def measure_noise(
     effective_batch: int,
     steps: int = 200,
     micro_batch: int | None = None,
-    on: str = "cpu",
+    on: str | None = None,
     shape: Mapping[str, Any] | None = None,
     every: int = 1,
     clip_norm: float | None = None,
@@ -116,7 +116,8 @@ def measure_noise(
                     f"step {len(done):,} of {steps:,}, loss {step.loss:.4g}, critical batch {noise.critical_batch}"
                 )
         noise.close()
-        return _told(workload, noise, done, seconds, (size, accumulation, trained.ranks), trained.optimizers, times)
+        split = (size, accumulation, trained.ranks)
+        return _told(workload, noise, done, seconds, split, trained.optimizers, times, on=str(device))
 
 
 def _told(
@@ -127,6 +128,8 @@ def _told(
     split: tuple[int, int, int],
     optimizers: Sequence[Any],
     times: Any,
+    *,
+    on: str,
 ) -> NoiseRun:
     critical = noise.critical_batch
     if critical is None:
@@ -162,6 +165,7 @@ def _told(
         micro_batch=micro_batch,
         accumulation=accumulation,
         ranks=ranks,
+        on=on,
         steps=len(done),
         history=_trend(noise, done, effective_batch, critical),
         verdict=verdict,

@@ -45,6 +45,7 @@ class NoiseRun(PrintedResult):
     micro_batch: int
     accumulation: int
     ranks: int
+    on: str
     steps: int
     history: tuple[TrendPoint, ...]
     verdict: Verdict
@@ -81,6 +82,7 @@ class NoiseRun(PrintedResult):
             "micro_batch": self.micro_batch,
             "accumulation": self.accumulation,
             "devices": self.ranks,
+            "on": self.on,
             "steps": self.steps,
             "observations": self.critical_batch.observations,
             "steps_needed": self.critical_batch.steps_needed,

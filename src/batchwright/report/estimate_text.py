@@ -33,7 +33,12 @@ def summarize_estimate(estimate: Estimate) -> str:
         line = f"{estimate.name}: {_on_card(estimate)}"
     if estimate.limit_bytes is None or estimate.max_micro_batch is None:
         return line
-    return f"{line}; the largest within {format_bytes(estimate.limit_bytes)}"
+    within = format_bytes(estimate.limit_bytes)
+    if estimate.max_limited_by == "data":
+        return f"{line}; the data has no more samples, and {within} would hold more"
+    if estimate.max_limited_by == "search":
+        return f"{line}; no larger size was looked at, and {within} would hold more"
+    return f"{line}; the largest within {within}"
 
 
 def _on_card(estimate: Estimate) -> str:

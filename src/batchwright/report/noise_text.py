@@ -45,7 +45,7 @@ def noise_columns(run: NoiseRun) -> list[tuple[str, list[str]]]:
 def noise_remarks(run: NoiseRun) -> Iterator[str]:
     """What has to be said below the table, a line each."""
     split = f"micro-batch {run.micro_batch:,} x accumulation {run.accumulation:,}"
-    yield f"trained {run.steps:,} steps of {run.effective_batch:,} samples ({split} x devices {run.ranks})."
+    yield f"trained {run.steps:,} steps of {run.effective_batch:,} samples ({split} x devices {run.ranks}) on {run.on}."
     yield f"trend: {_trend(run)}."
     samples = run.critical_batch.in_samples()
     if samples is not None and samples is not run.critical_batch:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from batchwright.catalogue.gpus import names_a_card
+from batchwright.device.device import default_device
 from batchwright.errors import InvalidInputError
 from batchwright.targets import Target
 from batchwright.units import parse_bytes, shortened, whole_number
@@ -22,7 +23,7 @@ STAGES = ("fit", "estimate", "throughput", "audit", "noise", "branches")
 class Ask:
     """One question to `tune`."""
 
-    on: str = "cpu"
+    on: str = field(default_factory=default_device)
     memory: str | int | None = None
     devices: int = 1
     effective_batch: int | None = None
@@ -95,7 +96,7 @@ class Ask:
             elif isinstance(value, tuple):
                 option = "--branches" if each.name == "branch_batches" else option
                 words += [option, ",".join(map(str, value))] if value else []
-            elif value != each.default:
+            elif value != (default_device() if each.name == "on" else each.default):
                 words += [option, _as_typed(value) if each.name == "memory" else str(value)]
         return shlex.join([*words, "--", *named.arguments] if named.arguments else words)
 

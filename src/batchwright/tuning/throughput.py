@@ -102,7 +102,7 @@ def measure_throughput(
     workload: Workload,
     micro_batches: Sequence[int],
     *,
-    on: str = "cpu",
+    on: str | None = None,
     shape: Mapping[str, Any] | None = None,
     repeats: int = 7,
     seconds: float = 3.0,
@@ -144,7 +144,7 @@ def measure_throughput(
     rows = tuple(_row(size, timed) for size, timed in seen.items())
     points = [TimedPoint(row.micro_batch, row.pass_seconds) for row in rows]
     whole = [TimedPoint(row.micro_batch, row.seconds, accumulation=1) for row in rows]
-    found = Throughput(workload.name, on, trained.ranks, rows, fit_times([*points, *whole]))
+    found = Throughput(workload.name, on or device.name, trained.ranks, rows, fit_times([*points, *whole]))
     if found.noise <= _NOISY:
         return found
     note = f"half of the repeats lie up to {found.noise:.0%} off the middle: the machine was busy, or steps are short"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from batchwright.device.device import open_device
+from batchwright.device.device import default_device, open_device
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.memory.on_card import card_named
 from batchwright.noise.process_group import is_first_rank, process_group
@@ -51,7 +51,7 @@ _MAY_DIFFER = ("skip", "command", "batchwright", "torch", "python")
 def tune(
     work: Workload | str,
     *,
-    on: str = "cpu",
+    on: str | None = None,
     memory: str | int | None = None,
     devices: int = 1,
     effective_batch: int | None = None,
@@ -80,15 +80,16 @@ def tune(
     >>> found.run["fit"]["micro_batch"], found.run["estimate"], found.finished
     (64, {'skipped': 'skipped, as asked'}, True)
 
-    `work` is a workload or a target such as "train.py:workload". `on` is a device of this machine, or a card of the
-    catalogue, where nothing runs and only memory is answered. `noise_batch` is the effective batch to train at while
-    the critical one is measured; `branch_batches` are several to train short branches at, which tell how the critical
-    batch stands to the noise scale on this task. The run is written to `file` after every stage; with `resume` one
-    that is there is continued. Under torchrun every rank calls it; the first one reads and writes the file.
+    `work` is a workload or a target such as "train.py:workload". `on` is a device of this machine (default: its
+    accelerator, cpu where there is none), or a card of the catalogue, where nothing runs and only memory is
+    answered. `noise_batch` is the effective batch to train at while the critical one is measured; `branch_batches`
+    are several to train short branches at, which tell how the critical batch stands to the noise scale on this
+    task. The run is written to `file` after every stage; with `resume` one that is there is continued. Under
+    torchrun every rank calls it; the first one reads and writes the file.
     """
     say = progress or (lambda _: None)
     ask = Ask.read(
-        on=on,
+        on=default_device() if on is None else on,
         memory=memory,
         devices=devices,
         effective_batch=effective_batch,
