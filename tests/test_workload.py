@@ -70,3 +70,9 @@ def test_an_optimizer_that_was_built_already_is_refused() -> None:
 
 def test_the_front_door_has_it() -> None:
     assert isinstance(make_linear(), bw.Workload)
+
+
+def test_a_loader_as_data_is_answered_with_its_dataset() -> None:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 2)), batch_size=2)
+    with pytest.raises(InvalidInputError, match=r"try: data=loader\.dataset, collate=loader\.collate_fn"):
+        bw.Workload(model=torch.nn.Linear(2, 1), data=loader, loss=lambda model, batch: model(batch[0]).mean())

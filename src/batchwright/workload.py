@@ -15,7 +15,7 @@ from batchwright.ready_made import transformers_parts
 from batchwright.units import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     import torch
     from torch import nn
@@ -51,15 +51,17 @@ class Workload:
 
     `model` is a module, or a function that builds one. `loss(model, batch)` is a scalar, the mean over the batch's
     units. `batch(n, **shape)` makes n samples of a shape; or instead `data` (a dataset) and `collate`. Without an
-    `optimizer` the workload is inference only. The other fields say what else the step does: `units` counts the
-    loss units of a batch, `wrap` wraps the model on each rank, `scaler` makes a GradScaler, `generate` and
-    `evaluate` run after the step, `window` is the user's own accumulation loop, `split` cuts a batch.
+    `optimizer` the workload is inference only; it is a function of the parameters to train (`lambda params: ...`),
+    of their names too (`lambda named_parameters: ...`, a list of pairs), or of the model (`lambda model: ...`). The
+    other fields say what else the step does: `units` counts the loss units of a batch, `wrap` wraps the model on
+    each rank, `scaler` makes a GradScaler, `generate` and `evaluate` run after the step, `window` is the user's own
+    accumulation loop, `split` cuts a batch.
     """
 
     model: nn.Module | Callable[[], nn.Module]
     loss: Callable[..., torch.Tensor] | None = None
     batch: Callable[..., Any] | None = None
-    optimizer: Callable[[Iterable[nn.Parameter]], Any] | None = None
+    optimizer: Callable[[Any], Any] | None = None
     data: Any = None
     collate: Callable[[list[Any]], Any] | None = None
     units: Callable[[Any], int] | None = None
@@ -87,8 +89,11 @@ class Workload:
                 remedy="batch=lambda n: torch.randn(n, 8)",
             )
         if self.data is not None and not (hasattr(self.data, "__len__") and hasattr(self.data, "__getitem__")):
+            # A loader makes batches of one size; what is asked for here are samples, from which any size is made.
+            is_loader = hasattr(self.data, "dataset") and hasattr(self.data, "collate_fn")
             raise InvalidInputError(
-                f"a workload's data is a dataset with a length and samples by number; received {shortened(self.data)}."
+                f"a workload's data is a dataset with a length and samples by number; received {shortened(self.data)}.",
+                remedy="data=loader.dataset, collate=loader.collate_fn" if is_loader else "",
             )
         if self.loss is None and self.generate is None and self.evaluate is None:
             raise InvalidInputError("a workload needs something to run: loss, or generate or evaluate for inference.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from batchwright.device import device
 from batchwright.device.device import ACCELERATORS, open_device, present_devices
 from batchwright.device.host import HostDevice
 from batchwright.device.outcome import Outcome
@@ -64,3 +65,13 @@ def test_outcome_as_plain_data() -> None:
         "error": "RuntimeError: x",
         "traceback": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "expected"), [({}, "cpu"), ({"cuda": 4}, "cuda"), ({"mps": 1}, "mps"), ({"xpu": 1}, "xpu")]
+)
+def test_the_default_is_the_accelerator_of_the_machine(
+    accelerators: dict[str, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_count", lambda kind: accelerators.get(kind, 0))
+    assert device.default_device() == expected

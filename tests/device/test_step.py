@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from batchwright.device.step import PHASES, evaluating, run_probe
+import batchwright as bw
+from batchwright.device.step import PHASES, build_optimizers, evaluating, run_probe
 from batchwright.errors import InvalidInputError
 from batchwright.workload import Workload
 from tests.device.workloads import make_linear, mean_square
@@ -264,3 +266,46 @@ def test_a_step_that_trains_nothing_is_refused() -> None:
     )
     with pytest.raises(InvalidInputError, match="trained nothing"):
         run_probe(workload, 2, device=torch.device("cpu"))
+
+
+class Configured(nn.Sequential):
+    """As small GPTs do it: the model says itself what decays."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.LayerNorm(4))
+
+    def configure_optimizers(self, decay: float) -> torch.optim.Optimizer:
+        return by_name(list(self.named_parameters()), decay)
+
+
+def by_name(named: list[tuple[str, nn.Parameter]], decay: float = 0.1) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for name, p in named if not name.endswith("bias")], "weight_decay": decay},
+        {"params": [p for name, p in named if name.endswith("bias")], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sizes"),
+    [
+        (lambda params: torch.optim.SGD(params, lr=0.1), [4]),
+        (torch.optim.Adam, [4]),
+        (lambda model: model.configure_optimizers(0.1), [2, 2]),
+        (lambda model: [torch.optim.SGD(part.parameters(), lr=0.1) for part in model], [2, 2]),
+        (lambda named_parameters: by_name(named_parameters), [2, 2]),
+        (functools.partial(by_name, decay=0.5), [2, 2]),
+        (lambda named_params: torch.optim.SGD(named_params, lr=0.1), [4]),
+    ],
+)
+def test_an_optimizer_is_handed_what_its_argument_names(optimizer: Any, sizes: list[int]) -> None:
+    workload = bw.Workload(
+        model=Configured,
+        batch=lambda n: torch.ones(n, 4),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=optimizer,
+    )
+    optimizers = build_optimizers(workload, Configured())
+    assert [len(group["params"]) for each in optimizers for group in each.param_groups] == sizes
+    assert bw.estimate(workload, on="cpu").parts["weights"] == 4 * (16 + 4 + 4 + 4)
+    assert bw.estimate(workload, on="a100-40gb").fits

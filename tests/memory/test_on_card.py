@@ -13,7 +13,7 @@ from torch import nn
 import batchwright as bw
 from batchwright.catalogue.gpus import Card, context_of, find_card
 from batchwright.errors import CannotTraceError, InvalidInputError, NothingFitsError
-from batchwright.memory import every_card
+from batchwright.memory import every_card, on_card
 from batchwright.memory.every_card import EveryCard, estimate_every_card
 from batchwright.memory.result import PARTS
 from tests.device.workloads import make_linear, make_mlp, mean_square
@@ -240,3 +240,44 @@ def test_a_model_compiled_with_graphs_is_refused() -> None:
     )
     with pytest.raises(CannotTraceError, match="compiled with CUDA graphs"):
         bw.estimate(workload, on=CARD)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "product", "expected"),
+    [
+        ("cpu", "", ("cpu", "")),
+        ("cuda", "NVIDIA A100-SXM4-40GB", ("a100-40gb", "")),
+        ("cuda", "NVIDIA Nothing 9000", ("cpu", "predicted for the CPU: the catalogue does not have this machine's")),
+        ("mps", "", ("cpu", "predicted for the CPU: the catalogue does not have this machine's")),
+    ],
+)
+def test_without_a_name_the_card_of_the_machine_is_simulated(
+    accelerator: str, product: str, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_card, "default_device", lambda: accelerator)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: product)
+    place, note = on_card.default_place()
+    assert (place, note[: len(expected[1])]) == expected
+
+
+@pytest.mark.parametrize("on", ["cpu", "a100-40gb"])
+def test_data_that_ends_the_search_is_named_and_the_budget_is_not_blamed(on: str) -> None:
+    workload = bw.Workload(
+        model=lambda: torch.nn.Linear(8, 1),
+        data=torch.utils.data.TensorDataset(torch.ones(64, 8)),
+        loss=lambda model, batch: model(batch[0]).pow(2).mean(),
+        optimizer=torch.optim.SGD,
+    )
+    by_data = bw.estimate(workload, on=on, memory="30GiB", find_max=True)
+    assert (by_data.max_micro_batch, by_data.max_limited_by) == (64, "data")
+    assert "the data has no more samples, and 30 GiB would hold more" in str(by_data)
+    assert "the largest within" not in str(by_data)
+    if on == "cpu":
+        by_memory = bw.estimate(workload, on=on, memory=1000)
+        assert by_memory.max_limited_by == "memory"
+        assert "the largest within 1000 B" in str(by_memory)
+
+
+def test_the_largest_on_a_cpu_needs_a_budget() -> None:
+    with pytest.raises(InvalidInputError, match=r'try: memory="16GiB"'):
+        bw.estimate(make_linear(), on="cpu", find_max=True)

@@ -13,11 +13,13 @@ Giving back a live model as it was is the caller's part.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.device.batches import make_batch
 from batchwright.device.step_checks import check_that_something_trains, checked_loss, must_be_called
@@ -111,7 +113,7 @@ def build_optimizers(workload: Workload, model: nn.Module) -> tuple[Any, ...]:
             "the optimizer has no parameters: none of the model's parameters requires a gradient.",
             remedy="unfreeze what is to be trained, or leave out optimizer= for inference only",
         )
-    made = workload.optimizer(trained)
+    made = workload.optimizer(_what_it_takes(workload.optimizer, model))
     optimizers = tuple(made) if isinstance(made, list | tuple) else (made,)
     for optimizer in optimizers:
         if not all(hasattr(optimizer, name) for name in ("step", "zero_grad", "param_groups")):
@@ -127,6 +129,20 @@ def build_optimizers(workload: Workload, model: nn.Module) -> tuple[Any, ...]:
             remedy="optimizer=lambda params: torch.optim.AdamW(params), over the params it receives",
         )
     return optimizers
+
+
+def _what_it_takes(optimizer: Callable[..., Any], model: nn.Module) -> Any:
+    """Return what `optimizer=` takes, by the name of its argument: the model, its named parameters, or parameters."""
+    try:
+        name = next(iter(inspect.signature(optimizer).parameters), "params")
+    except (TypeError, ValueError):
+        name = "params"  # some builtins have no signature
+    # What a wrapper holds is what the user wrote: only that has configure_optimizers(), and names without "module.".
+    own = model.module if isinstance(model, DistributedDataParallel) else model
+    if name in ("model", "module"):
+        return own
+    named = [(label, parameter) for label, parameter in own.named_parameters() if parameter.requires_grad]
+    return named if name.startswith("named") else [parameter for _, parameter in named]
 
 
 def run_steps(

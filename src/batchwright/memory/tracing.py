@@ -11,6 +11,7 @@ from __future__ import annotations
 import traceback
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,9 +111,10 @@ def _trace_on(
         trace.watch(model)
         return model
 
-    def optimizer(parameters: Any) -> Any:
+    @wraps(workload.optimizer or run_probe)  # what it takes is told by its signature
+    def optimizer(what_it_takes: Any) -> Any:
         assert workload.optimizer is not None
-        made = workload.optimizer(parameters)
+        made = workload.optimizer(what_it_takes)
         trace.optimizers += list(made) if isinstance(made, list | tuple) else [made]
         return made
 
