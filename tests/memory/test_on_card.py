@@ -273,9 +273,9 @@ def test_data_that_ends_the_search_is_named_and_the_budget_is_not_blamed(on: str
     assert "the data has no more samples, and 30 GiB would hold more" in str(by_data)
     assert "the largest within" not in str(by_data)
     if on == "cpu":
-        by_memory = bw.estimate(workload, on=on, memory=1000)
+        by_memory = bw.estimate(workload, on=on, memory=3 << 10)
         assert by_memory.max_limited_by == "memory"
-        assert "the largest within 1000 B" in str(by_memory)
+        assert "the largest within 3 KiB" in str(by_memory)
 
 
 def test_the_largest_on_a_cpu_needs_a_budget() -> None:
