@@ -44,12 +44,14 @@ def walk_epoch(samples: int, micro_steps: list[int], cap: int, devices: int, dro
         forwards += len(micro_steps)
         updates += 1
     if drop_last:
+        begun = 0
         for taken in micro_steps:
             if left < taken or left == 0:
                 break
             left -= taken
             forwards += 1
-        return forwards, updates
+            begun += taken
+        return forwards, updates + (begun > 0)
     updates += left > 0
     while left > 0:
         left -= cap * devices

@@ -33,10 +33,11 @@ def test_every_sample_once_and_ranks_in_step(
     batches = [list(sampler) for sampler in samplers]
     weights = [list(sampler.weights()) for sampler in samplers]
     assert {len(b) for b in batches} == {len(sampler) for sampler in samplers}
-    if not drop_last:
-        assert len(samplers[0]) == plan.forwards_per_epoch
+    assert len(samplers[0]) == plan.forwards_per_epoch
+    assert len(list(samplers[0].windows())) == plan.updates_per_epoch
     seen = [i for b, w in zip(batches, weights, strict=True) for n, x in zip(b, w, strict=True) if x > 0 for i in n]
-    expected = plan.effective_batch * (samples // plan.effective_batch) if drop_last else samples
+    expected = samples - plan.to_dict()["dropped_samples"]
+    assert drop_last or expected == samples
     assert len(seen) == len(set(seen)) == expected
     assert all(len(batch) <= cap for b in batches for batch in b)
     streams = [iter(w) for w in weights]

@@ -54,8 +54,6 @@ def test_the_pytorch_loop_trains_like_whole_batches(policy: str, drop_last: bool
     for start in (0, read_per_epoch):
         epoch = data.order[start : start + read_per_epoch]
         for window in (epoch[i : i + batch] for i in range(0, len(epoch), batch)):
-            if drop_last and len(window) < batch:
-                break
             loss_fn(twin(data.inputs[window]), data.targets[window]).backward()
             twin_optimizer.step()
             twin_optimizer.zero_grad()

@@ -1,7 +1,7 @@
 """The `batch_sampler` that runs a plan on one rank, whatever its sizes.
 
 Promises:
-- every sample of the dataset once per epoch over all ranks (with `drop_last`, every sample of the whole windows);
+- every sample of the dataset once per epoch over all ranks (with `drop_last`, all but an incomplete micro-batch);
 - the same order for the same (seed, epoch) on every rank, so the ranks never share a sample;
 - every rank yields the same number of batches; an empty micro-batch repeats one sample at weight 0.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from batchwright.errors import InvalidInputError
+from batchwright.planning.epoch import count_epoch
 from batchwright.planning.split import Split
 from batchwright.units import whole_number
 
@@ -49,11 +50,12 @@ class PlanBatchSampler:
 
     def windows(self) -> Iterator[Split]:
         """Yield the split of each optimizer step in the epoch; only the last one may differ."""
-        whole, rest = divmod(self.samples, self.split.samples)
-        for _ in range(whole):
+        epoch = count_epoch(self.samples, self.split, drop_last=self.drop_last)
+        last = epoch.last_window
+        for _ in range(epoch.updates - (last is not None)):
             yield self.split
-        if rest and not self.drop_last:
-            yield Split(rest, -(-rest // (self.split.largest * self.split.devices)), self.split.devices)
+        if last is not None:
+            yield Split(last.samples, last.micro_batches, self.split.devices)
 
     def weights(self) -> Iterator[float]:
         """Yield the weight of each batch, in step with it: its share of the samples of its optimizer step.
@@ -77,9 +79,7 @@ class PlanBatchSampler:
             start += window.samples
 
     def __len__(self) -> int:
-        whole, rest = divmod(self.samples, self.split.samples)
-        last = 0 if self.drop_last else -(-rest // (self.split.largest * self.split.devices))
-        return whole * self.split.accumulation + last
+        return count_epoch(self.samples, self.split, drop_last=self.drop_last).forwards
 
     def _order(self) -> Sequence[int]:
         if not self.shuffle:

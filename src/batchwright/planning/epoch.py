@@ -2,9 +2,8 @@
 
 Promises:
 - forwards are counted per device; ranks run the same number;
-- with `drop_last` the incomplete micro-batch is dropped; the whole micro-batches of an incomplete last window
-  are still run and counted, but they end in no update (what a plain accumulation loop does);
-- without it, the incomplete last window is run to its end and updates once.
+- with `drop_last` the incomplete micro-batch is dropped, and nothing else;
+- an incomplete last window is run to its end and updates once, as Trainer, accelerate, Lightning and `Accumulator` do.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ class LastWindow:
 
     samples: int
     micro_batches: int
-    update: bool
+    update: bool = True
+    """Always; files of earlier runs may say otherwise."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Epoch:
     >>> from batchwright.planning.split import Split
     >>> epoch = count_epoch(10_000, Split(samples=32, accumulation=2, devices=1), drop_last=True)
     >>> epoch.forwards, epoch.updates, epoch.last_window
-    (625, 312, LastWindow(samples=16, micro_batches=1, update=False))
+    (625, 313, LastWindow(samples=16, micro_batches=1, update=True))
     """
 
     samples: int
@@ -50,10 +50,9 @@ def count_epoch(samples: int, split: Split, *, drop_last: bool) -> Epoch:
         # The most micro-batches, whole on every device, that the rest fills: found by halving, not by stepping.
         whole = bisect_right(range(1, split.accumulation + 1), rest, key=split.samples_in_first) if rest else 0
         kept = split.samples_in_first(whole)
-        last = LastWindow(kept, whole, update=False) if kept else None
-        return Epoch(samples, windows * split.accumulation + (whole if kept else 0), windows, rest - kept, last)
-    if not rest:
-        return Epoch(samples, windows * split.accumulation, windows, 0, None)
-    num_micro_batches = -(-rest // (split.largest * split.devices))
-    last = LastWindow(rest, num_micro_batches, update=True)
-    return Epoch(samples, windows * split.accumulation + num_micro_batches, windows + 1, 0, last)
+    else:
+        kept, whole = rest, -(-rest // (split.largest * split.devices))
+    if not kept:
+        return Epoch(samples, windows * split.accumulation, windows, rest, None)
+    forwards = windows * split.accumulation + whole
+    return Epoch(samples, forwards, windows + 1, rest - kept, LastWindow(kept, whole))

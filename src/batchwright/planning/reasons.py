@@ -51,4 +51,4 @@ def give_notes(plan: Plan) -> Iterator[str]:
         yield f"{empty} of 0 samples at weight 0, so that every device runs as many passes"
     if plan.epoch and plan.epoch.updates == 0:
         have = counted(plan.epoch.samples, "sample")
-        yield f"no update in an epoch: {have} do not fill one effective batch of {plan.effective_batch:,}"
+        yield f"no update in an epoch: {have} do not fill one micro-batch on every device"

@@ -89,10 +89,7 @@ def _epoch_remarks(plan: Plan) -> Iterator[str]:
         f"last window: {last.samples:,} of {counted(plan.effective_batch, 'sample')} "
         f"in {last.micro_batches:,} of {counted(plan.accumulation, 'micro-batch')}"
     )
-    if last.update:
-        yield f"{window}; it updates once, its mean taken over {last.samples:,}."
-    else:
-        yield f"{window}, run but ended by no update."
+    yield f"{window}; it updates once, its mean taken over {last.samples:,}."
 
 
 def _times_remark(times: TimeModel, is_extrapolated: bool) -> str:

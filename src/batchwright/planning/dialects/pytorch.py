@@ -38,11 +38,6 @@ def _even_loop(plan: Plan) -> str:
     setup = [f"sampler = DistributedSampler(train_set, drop_last={plan.drop_last})"] if parallel else []
     setup.append(f"loader = DataLoader(train_set, {order}, {keywords(loader_arguments(plan))})")
     windows = ["batches = iter(loader)", f"while window := list(islice(batches, {plan.accumulation})):"]
-    if plan.drop_last:
-        windows += [
-            f"    if len(window) < {plan.accumulation}:",
-            "        break  # an incomplete window makes no update",
-        ]
     windows.append("    samples = sum(len(targets) for _, targets in window)")
     windows += _passes(
         plan, item="inputs, targets", window="window", count="len(window)", weight="len(targets) / samples"
