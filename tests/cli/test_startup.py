@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import click
 import pytest
 
 from batchwright import cli
+
+if TYPE_CHECKING:
+    from tests.conftest import Run
 
 WATCH = """
 import json, sys
@@ -92,3 +96,22 @@ def test_python_m_batchwright_is_the_command() -> None:
         [sys.executable, "-m", "batchwright", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("batchwright ")
+
+
+def test_a_mistake_of_our_own_is_one_message(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from batchwright.planning import plan
+
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("nothing to divide by")
+
+    monkeypatch.setattr(plan, "plan", fails)
+    monkeypatch.setattr("batchwright.cli.plan.plan", fails, raising=False)
+    fails.__code__ = fails.__code__.replace(co_filename=plan.__file__)
+    ran = run("plan", "256", "--micro-batch", "8")
+    assert ran.code == 1
+    assert ran.err.startswith(
+        "Error: batchwright itself failed, not your code: ZeroDivisionError: nothing to divide by"
+    )
+    assert "Traceback" not in ran.err
+    monkeypatch.setenv("BATCHWRIGHT_TRACEBACK", "1")
+    assert "Traceback" in run("plan", "256", "--micro-batch", "8").err

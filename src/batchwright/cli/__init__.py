@@ -144,7 +144,8 @@ def _run(args: list[str] | None) -> int:
             return _show_users_error(error)
         # What we read is read elsewhere, with messages of its own: this is the output (a full disk).
         if error.filename is not None:
-            raise
+            click.echo(f"Error: {error.filename}: {error.strerror or error}.", err=True)
+            return 1
         click.echo(f"Error: cannot write the answer: {error.strerror or error}.", err=True)
         sys.stdout = None  # or Python would try again at exit
         return 1
@@ -164,7 +165,7 @@ def _run(args: list[str] | None) -> int:
             )
             return 2
         if not _is_from_users_code(error):
-            raise
+            return _show_own_error(error)
         return _show_users_error(error)
     return outcome if isinstance(outcome, int) else 0
 
@@ -174,6 +175,23 @@ def _show_users_error(error: BaseException) -> int:
 
     click.echo(users_traceback_text(error), err=True)
     return 3
+
+
+def _show_own_error(error: BaseException) -> int:
+    """Admit a mistake of batchwright's own in one message; the traceback is for whoever mends it."""
+    import os
+    import traceback
+
+    if os.environ.get("BATCHWRIGHT_TRACEBACK"):
+        traceback.print_exception(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    click.echo(
+        f"Error: batchwright itself failed, not your code: {type(error).__name__}: {error} "
+        f"({place.name}, {os.path.basename(place.filename)}:{place.lineno}).\n"
+        "  try: BATCHWRIGHT_TRACEBACK=1 in front of the command shows where; please report it",
+        err=True,
+    )
+    return 1
 
 
 def _show_notes(error: BaseException) -> None:
