@@ -79,3 +79,21 @@ def test_a_state_is_not_loaded_into_an_open_window() -> None:
     with pytest.raises(InvalidInputError, match="a window is open: 1 micro-batches are to come"):
         accumulator.load_state_dict({"number": 3, "windows_done": 0, "micro_batches_done": 0})
     assert accumulator.number == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "no state of an Accumulator"),
+        ({"number": 3}, "no state of an Accumulator"),
+        ({"number": 3, "windows_done": -1, "micro_batches_done": 0}, "windows_done must be a whole number"),
+        ({"number": 3, "windows_done": 0, "micro_batches_done": "2"}, "micro_batches_done must be a whole number"),
+        ({"number": 3, "windows_done": 4, "micro_batches_done": 8}, "4 windows of an epoch, and 3 in all"),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(state: Any, message: str) -> None:
+    _, _, accumulator = make(2)
+    before = accumulator.state_dict()
+    with pytest.raises(InvalidInputError, match=message):
+        accumulator.load_state_dict(state)
+    assert accumulator.state_dict() == before

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import batchwright as bw
@@ -39,12 +41,23 @@ def test_a_cost_is_a_batch_cost() -> None:
         ({"epoch": -1}, "epoch"),
         ({"segments": [[1, -3]]}, "rounds"),
         ({"segments": [[0, 3]]}, "ranks"),
+        ({"segments": [[10**9, 1]]}, "ranks is at most 1,048,576"),
+        ({"segments": [[1, 10**15]]}, "rounds over 1,000,000,000,000,000 samples or more; there are 3"),
+        ({"segments": [[1, 3], [2, 1]]}, "rounds"),
+        ({"segments": [[1, 0], [2, 1]]}, "at least one round"),
+        ({"segments": [[1, 1], [2, 0]] * 10**6}, "at most 1,000 segments"),
+        ({"segments": iter(int, 1)}, "pairs of ranks and rounds"),
+        ({"segments": [[1, 1, 1]]}, "pairs of ranks and rounds"),
+        ({"segments": "12"}, "pairs of ranks and rounds"),
     ],
 )
 def test_a_damaged_state_is_refused(change: dict[str, Any], said: str) -> None:
     sampler = bw.TokenBatchSampler([3, 4, 5], 10)
+    before = sampler.state_dict()
     with pytest.raises(InvalidInputError, match=said):
         sampler.load_state_dict({**sampler.state_dict(), **change})
+    assert sampler.state_dict() == before
+    assert sorted(sample for batch in sampler for sample in batch) == [0, 1, 2]
     with pytest.raises(InvalidInputError, match="no epoch, fingerprint, seed, segments"):
         sampler.load_state_dict({})
 
@@ -153,3 +166,24 @@ class Bar:
 
     def __iter__(self) -> Any:
         return iter(self.iterable)
+
+
+def test_more_ranks_than_any_cluster_has_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="world_size is at most 1,048,576; received 1000000000"):
+        bw.TokenBatchSampler([3], 10, rank=0, world_size=10**9)
+
+
+_numbers = st.one_of(st.integers(-2, 12), st.sampled_from([10**6, 2**20, 10**9, 10**15, 10**30, 2.5, None, "3", True]))
+_segments = st.one_of(_numbers, st.lists(st.one_of(_numbers, st.lists(_numbers, max_size=3)), max_size=4))
+
+
+@settings(max_examples=150, deadline=None)
+@given(epoch=_numbers, segments=st.one_of(_segments, st.lists(st.tuples(_numbers, _numbers), max_size=4)))
+def test_a_state_of_any_numbers_is_resumed_or_refused_at_once(epoch: Any, segments: Any) -> None:
+    sampler = bw.TokenBatchSampler([3, 4, 5, 6, 7, 8], 10, rank=0, world_size=1)
+    try:
+        sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "segments": segments})
+    except InvalidInputError:
+        assert sampler.epoch == 0
+    seen = [sample for batch in sampler for sample in batch]
+    assert len(seen) == len(set(seen)) <= 6

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from batchwright.errors import InvalidInputError
+from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,6 +64,12 @@ class Position:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from a position: the next epoch begins there."""
+        if not isinstance(state, Mapping) or not {"number", "windows_done", "micro_batches_done"} <= set(state):
+            raise InvalidInputError(f"this is no state of an Accumulator: {shortened(state)}.")
+        number, windows, micro_batches = (
+            whole_number(state[name], name, least=0) for name in ("number", "windows_done", "micro_batches_done")
+        )
+        if windows > number:
+            raise InvalidInputError(f"this state counts {windows:,} windows of an epoch, and {number:,} in all.")
+        self.number, self.windows_done, self.micro_batches_done = number, windows, micro_batches
         self._resumes = True
-        self.number = state["number"]
-        self.windows_done, self.micro_batches_done = state["windows_done"], state["micro_batches_done"]

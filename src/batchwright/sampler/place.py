@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 from batchwright.errors import InvalidInputError
-from batchwright.units import counted, whole_number
+from batchwright.units import counted, shortened, whole_number
+
+MOST_RANKS = 2**20
+"""More than any cluster has; a plan holds one place for each rank and round."""
+
+
+def number_of_ranks(value: object, name: str) -> int:
+    """Return a number of ranks, or say why it cannot be one.
+
+    >>> number_of_ranks(8, "world_size")
+    8
+    """
+    ranks = whole_number(value, name)
+    if ranks > MOST_RANKS:
+        raise InvalidInputError(f"{name} is at most {MOST_RANKS:,}; received {shortened(value)}.")
+    return ranks
 
 
 def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -17,7 +32,7 @@ def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
             return 0, 1
         is_group = dist.is_available() and dist.is_initialized()
         return (dist.get_rank(), dist.get_world_size()) if is_group else (0, 1)
-    rank, world_size = whole_number(rank, "rank", least=0), whole_number(world_size, "world_size")
+    rank, world_size = whole_number(rank, "rank", least=0), number_of_ranks(world_size, "world_size")
     if rank >= world_size:
         raise InvalidInputError(f"rank {rank} of {counted(world_size, 'rank')}: they are counted from 0.")
     return rank, world_size

@@ -14,6 +14,7 @@ import numpy as np
 
 from batchwright.errors import InvalidInputError
 from batchwright.sampler.epoch_plan import EpochPlan, Mixing, cut_epoch, plan_epoch, rounds_of_every_epoch
+from batchwright.sampler.place import number_of_ranks
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from batchwright.sampler.epoch_plan import FirstEpoch
 
     Numbers = npt.NDArray[np.int64]
+
+
+# Each takes a plan of its own.
+_MOST_SEGMENTS = 1_000
 
 
 @dataclass
@@ -72,7 +77,9 @@ class EpochProgress:
         found = None
         for number, segment in enumerate(self.segments):
             if found is not None:
-                left, least = found.left_after(self.segments[number - 1].rounds), 0
+                before = self.segments[number - 1].rounds
+                _check_rounds(before, found)
+                left, least = found.left_after(before), 0
             elif self.epoch > 0:
                 least = rounds_of_every_epoch(first.batches(), mixing, segment.ranks)
             rng = np.random.default_rng((seed, self.epoch, number))
@@ -85,20 +92,45 @@ class EpochProgress:
         assert found is not None, "an epoch has begun"
         return found
 
+    def check_fits(self, found: EpochPlan) -> None:
+        """Refuse more rounds than the plan of the present ranks has."""
+        _check_rounds(self.rounds, found)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the progress as plain data."""
         return {"epoch": self.epoch, "segments": [[segment.ranks, segment.rounds] for segment in self.segments]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` stood."""
+    def load_state_dict(self, state: dict[str, Any], *, num_samples: int) -> None:
+        """Resume from a `state_dict()` of as many samples; one that asks for absurd work is refused."""
         epoch = whole_number(state["epoch"], "epoch", least=0)
-        try:
-            segments = [(ranks, rounds) for ranks, rounds in state["segments"]]
-        except (TypeError, ValueError):
+        given = state["segments"]
+        if not isinstance(given, list | tuple) or not all(
+            isinstance(pair, list | tuple) and len(pair) == 2 for pair in given[: _MOST_SEGMENTS + 1]
+        ):
             raise InvalidInputError(
-                f"the segments of a state are pairs of ranks and rounds; received {shortened(state['segments'])}."
-            ) from None
-        self.segments = [
-            Segment(whole_number(ranks, "ranks"), whole_number(rounds, "rounds", least=0)) for ranks, rounds in segments
+                f"the segments of a state are pairs of ranks and rounds; received {shortened(given)}."
+            )
+        if len(given) > _MOST_SEGMENTS:
+            raise InvalidInputError(
+                f"a state has at most {_MOST_SEGMENTS:,} segments, one per change of ranks; received {len(given):,}."
+            )
+        segments = [
+            Segment(number_of_ranks(ranks, "ranks"), whole_number(rounds, "rounds", least=0)) for ranks, rounds in given
         ]
-        self.epoch = epoch
+        # Each round but the last of a segment takes a sample of its own for every rank.
+        least = sum(max(segment.rounds - 1, 0) * segment.ranks + (segment.rounds > 0) for segment in segments)
+        if least > num_samples:
+            raise InvalidInputError(
+                f"this state counts rounds over {least:,} samples or more; there are {num_samples:,}."
+            )
+        if any(segment.rounds == 0 for segment in segments[:-1]):
+            raise InvalidInputError("a segment of a state that is followed by another has at least one round.")
+        self.epoch, self.segments = epoch, segments
+
+
+def _check_rounds(rounds: int, plan: EpochPlan) -> None:
+    if rounds > plan.rounds.number:
+        raise InvalidInputError(
+            f"this state counts {rounds:,} rounds on {plan.rounds.starts.shape[1]:,} ranks; the samples that were left "
+            f"make {plan.rounds.number:,}."
+        )

@@ -183,10 +183,14 @@ class TokenBatchSampler:
                 f"this state is of seed {shortened(state['seed'])}; the sampler has seed {self.seed}.",
                 remedy=f"TokenBatchSampler(..., seed={shortened(state['seed'])})",
             )
+        progress = EpochProgress()
+        progress.load_state_dict(state, num_samples=len(self.lengths) - self._usable.num_dropped)
+        progress.go_on_with(self.world_size)
+        plan = self._planned(progress)
+        progress.check_fits(plan)
         self._num_passes += 1
-        self._progress.load_state_dict(state)
-        self._progress.go_on_with(self.world_size)
-        self._first, self._plan = self._progress.rounds, None
+        self._progress = progress
+        self._first, self._plan = progress.rounds, plan
         self._received = Received()
         self.is_resumed = True
 
