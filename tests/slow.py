@@ -18,6 +18,7 @@ SLOW = (
     "tests/integrations/test_exact_loss.py::test_two_ranks_agree_with_the_big_batch",
     "tests/integrations/test_transformers.py::test_a_real_budget_is_kept",
     "tests/integrations/test_transformers.py::test_a_trainer_that_has_trained_goes_on_as_a_twin_does",
+    "tests/memory/test_asked_kernels.py::TestTheWholeStep::test_on_a_processor_without_bf16_units_peaks_where_the_real_one_does",
     "tests/memory/test_estimate.py::TestWhatIf::test_a_model_of_transformers_is_checkpointed_by_its_own_switch",
     "tests/memory/test_estimate.py::TestWhatIf::test_checkpointing_is_the_trace_of_a_model_checkpointed_by_hand",
     "tests/memory/test_estimate.py::test_no_change_of_a_transformer_at_a_large_batch_costs_more",

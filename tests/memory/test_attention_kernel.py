@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from batchwright.memory.asked_kernels import goes_to_onednn
 from batchwright.memory.attention_kernel import BACKWARD, FORWARD, held_while_running
 
 
@@ -24,6 +25,18 @@ def freed_inside(func: object, *args: object) -> list[int]:
 def test_the_tiles_of_forward_are_those_of_the_kernel(length: int, keys: int) -> None:
     query, key = torch.randn(2, 4, length, 32), torch.randn(2, 4, keys, 32)
     assert freed_inside(FORWARD, query, key, key) == list(held_while_running(FORWARD, (query, key, key)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sixteen_bit_kernel_keeps_its_tiles_in_that_type_too(dtype: torch.dtype) -> None:
+    if goes_to_onednn(dtype):
+        pytest.skip("here oneDNN multiplies, and the kernel is asked")
+    query = torch.randn(2, 4, 40, 32, dtype=dtype)
+    out, normaliser = FORWARD(query, query, query)
+    assert freed_inside(FORWARD, query, query, query) == sorted(held_while_running(FORWARD, (query,) * 3))
+    args = (torch.randn(out.shape, dtype=dtype), query, query, query, out, normaliser, 0.0, False)
+    large = [num_bytes for num_bytes in freed_inside(BACKWARD, *args) if num_bytes > 4096]
+    assert large == sorted(num_bytes for num_bytes in held_while_running(BACKWARD, args) if num_bytes)
 
 
 @pytest.mark.parametrize("layout", ["in order", "heads first", "expanded"])

@@ -1,106 +1,377 @@
-"""What a CPU convolution or LSTM allocates besides its result, asked of the kernel itself at small sizes.
+"""What a CPU kernel allocates besides its result, asked of the kernel itself at small sizes.
 
-oneDNN computes in layouts of its own and decides by shapes, strides, type and processor which copies it makes; other
-convolutions go through im2col. No rule of ours would hold on the next processor. So the kernel is run on a few
-samples (an LSTM: on a few steps in time), its allocations are recorded, and each of them is taken on to the real size
-in a straight line: a copy of activations grows with the batch, a copy of weights does not.
+oneDNN computes convolutions, LSTMs and 16-bit matrix products in layouts of its own and decides by shapes, strides,
+type, threads and processor which copies it makes: a bf16 product takes tiles per thread on one processor, its whole
+result in fp32 on the next, nothing on a third. No rule of ours would hold on the next processor. So the kernel is run
+at sizes that cost little, its allocations are recorded, and each of them is extended to the real size: a copy of
+activations grows with the batch, a copy of weights does not, a result grows with rows times columns.
 
 Promises:
-- what is small itself is asked as it is;
-- two sizes are compared only where the kernel made the same allocations in the same order, else larger ones are
-  asked, up to the real one;
-- an operator is asked once per shape.
+- what is cheap itself is run as it is;
+- sizes are compared only where the kernel made the same allocations in the same order, else larger ones are run, up
+  to the real one;
+- an operator is run once per shape, strides, type, number of threads and settings of oneDNN;
+- where a matrix product does not go to oneDNN and copies no operand, nothing is run at all.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+import platform
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import accumulate, product
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from batchwright.memory.attention_kernel import BACKWARD as ATTENTION_BACKWARD
+from batchwright.memory.attention_kernel import FORWARD as ATTENTION
 from batchwright.memory.refusals import NotFollowedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _aten = torch.ops.aten
 # So much of an activation is worth running for real: some ten milliseconds of a kernel.
 CHEAP_BYTES = 2 * 2**20
+# Likewise in multiplications, for a kernel of oneDNN or a BLAS; torch's own loops over 16-bit types are as much slower.
+CHEAP_PRODUCTS, CHEAP_PRODUCTS_OF_A_LOOP = 2**26, 2**21
 _LSTM, _LSTM_BACKWARD = _aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default
-# The arguments whose first dimension is the batch; of an LSTM, the time.
-_SCALED: dict[Any, tuple[int, ...]] = {
-    _aten.convolution.default: (0,),
-    _aten.convolution_backward.default: (0, 1),
-    _LSTM: (0,),
-    _LSTM_BACKWARD: (0, 7, 10),
-}
+_GROUPED_MM = _aten._grouped_mm.default
+_TILE = 64
 _WORKSPACE = 22  # the last argument of the backward of an LSTM: what its forward kept
+_OFFSETS = 2  # where a grouped product is told which rows are whose
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """One length that several tensors share: which dimensions it is, and how it may be made smaller."""
+
+    # (argument, dimension): an argument's position or name; one that is broadcast there stays as it is.
+    places: tuple[tuple[int | str, int], ...]
+    # Smaller lengths are this times a power of two; None for one that gives each thread its share.
+    least: int | None = None
+    # They keep the remainder of the real length: kernels work in tiles, and treat the last one apart.
+    in_tiles: bool = False
+
+
+def _matrices(*, left: int, right: int, added: int | None = None, batch: bool = False) -> tuple[_Extent, ...]:
+    """Rows, inner length and columns of a matrix product; before them, where there is one, the batch."""
+
+    def places(*of: tuple[int, int], added_dim: int | None) -> tuple[tuple[int | str, int], ...]:
+        return of if added is None or added_dim is None else (*of, (added, added_dim))
+
+    extents = (
+        _Extent(places((left, -2), added_dim=-2), _TILE, in_tiles=True),
+        _Extent(places((left, -1), (right, -2), added_dim=None), _TILE, in_tiles=True),
+        _Extent(places((right, -1), added_dim=-1), _TILE, in_tiles=True),
+    )
+    return (_Extent(places((left, -3), (right, -3), added_dim=-3)), *extents) if batch else extents
+
+
+_PRODUCTS: dict[Any, tuple[_Extent, ...]] = {
+    _aten.mm.default: _matrices(left=0, right=1),
+    _aten.addmm.default: _matrices(left=1, right=2, added=0),
+    _aten.addmm_.default: _matrices(left=1, right=2, added=0),
+    _aten._addmm_activation.default: _matrices(left=1, right=2, added=0),
+    _aten.bmm.default: _matrices(left=0, right=1, batch=True),
+    _aten.baddbmm.default: _matrices(left=1, right=2, added=0, batch=True),
+    _aten.baddbmm_.default: _matrices(left=1, right=2, added=0, batch=True),
+    _aten.addbmm.default: _matrices(left=1, right=2, added=0, batch=True),
+    _aten.mv.default: (_Extent(((0, 0),), _TILE, True), _Extent(((0, 1), (1, 0)), _TILE, True)),
+    _aten.addmv.default: (_Extent(((1, 0), (0, 0)), _TILE, True), _Extent(((1, 1), (2, 0)), _TILE, True)),
+    _GROUPED_MM: _matrices(left=0, right=1),
+}
+
+
+def _attention(query: int, *like_query: int, row_sums: tuple[int, ...] = ()) -> tuple[_Extent, ...]:
+    """Samples, heads, queries and keys; the kernel changes its tiles at 768 queries and at 512 keys.
+
+    Two heads at least: with one, every order of the dimensions is the same.
+    """
+    key, value = query + 1, query + 2
+    of_queries, all_of_them = (query, *like_query), (query, *like_query, key, value)
+    return (
+        _Extent((*((i, 0) for i in (*all_of_them, *row_sums)), ("attn_mask", 0)), 1),
+        _Extent((*((i, 1) for i in (*all_of_them, *row_sums)), ("attn_mask", 1)), 2),
+        _Extent((*((i, 2) for i in (*of_queries, *row_sums)), ("attn_mask", 2)), 768, True),
+        _Extent(((key, 2), (value, 2), ("attn_mask", 3)), 512, True),
+    )
+
+
+_ATTENTION = {ATTENTION: _attention(0), ATTENTION_BACKWARD: _attention(1, 0, 4, row_sums=(5,))}
+# Kernels of oneDNN in any type. The first dimension is the batch; of an LSTM, the time.
+_ALWAYS: dict[Any, tuple[_Extent, ...]] = {
+    _aten.convolution.default: (_Extent(((0, 0),)),),
+    _aten.convolution_backward.default: (_Extent(((0, 0), (1, 0))),),
+    _LSTM: (_Extent(((0, 0),)),),
+    _LSTM_BACKWARD: (_Extent(((0, 0), (7, 0), (10, 0))),),
+}
+_EXTENTS = {**_ALWAYS, **_PRODUCTS, **_ATTENTION}
 
 
 def can_be_asked(func: Any, args: Sequence[Any]) -> bool:
     """Whether an operator is one whose allocations follow from no shape rule."""
-    return func in _SCALED and args[0].device.type == "cpu"
+    if func not in _EXTENTS:
+        return False
+    first: torch.Tensor = args[0]
+    if first.device.type != "cpu":
+        return False
+    if func in _ALWAYS:
+        return True
+    if any(isinstance(arg, torch.Tensor) and arg.numel() == 0 for arg in args):
+        return False
+    if goes_to_onednn(first.dtype):
+        return True
+    return func in _PRODUCTS and func is not _GROUPED_MM and not all(map(_suits_blas, _operands(func, args)))
 
 
-def allocations_of(func: Any, args: Sequence[Any]) -> tuple[int, ...]:
+def goes_to_onednn(dtype: torch.dtype) -> bool:
+    """Whether torch hands a matrix product of this type to oneDNN, on this processor and as it is set now."""
+    if not torch._C._get_mkldnn_enabled() or not torch.backends.mkldnn.is_available():
+        return False
+    if dtype in (torch.bfloat16, torch.float16):
+        return _has_units_for(dtype)
+    # An ARM build sends single precision there as well; elsewhere only a lowered precision goes.
+    return dtype is torch.float32 and (platform.machine() in ("aarch64", "arm64") or _float_precision() in _LOWERED)
+
+
+_LOWERED = ("bf16", "tf32")
+
+
+@cache
+def _has_units_for(dtype: torch.dtype) -> bool:
+    name = "_is_mkldnn_bf16_supported" if dtype is torch.bfloat16 else "_is_mkldnn_fp16_supported"
+    with unset_fake_temporarily():
+        return bool(getattr(torch.ops.mkldnn, name)())
+
+
+def _float_precision() -> str:
+    return str(torch.backends.mkldnn.matmul.fp32_precision)  # type: ignore[attr-defined]
+
+
+def _settings() -> tuple[Any, ...]:
+    """Whatever else decides which kernel runs. An LSTM looks at the grad mode to decide what to keep."""
+    enabled = torch._C._get_mkldnn_enabled()
+    return torch.is_grad_enabled(), torch.get_num_threads(), enabled, _float_precision()
+
+
+def _operands(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
+    places = {place for extent in _PRODUCTS[func][-2:] for place, _ in extent.places}
+    return [args[i] for i in sorted(place for place in places if isinstance(place, int)) if args[i].dim() >= 2]
+
+
+def _suits_blas(matrix: torch.Tensor) -> bool:
+    """Whether one dimension has no gaps and the other no overlap; any other operand is copied first."""
+    (rows, columns), (down, right) = matrix.shape[-2:], matrix.stride()[-2:]
+    by_rows = (right == 1 or columns == 1) and (down >= columns or rows == 1)
+    by_columns = (down == 1 or rows == 1) and (right >= rows or columns == 1)
+    return by_rows or by_columns
+
+
+def allocations_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[int, ...]:
     """Bytes allocated (positive) and freed (negative) inside an operator, in order; what it returns is not freed."""
-    size = args[0].shape[0]
-    small = _small_size(args[0])
-    while 2 * small < size:
-        first, second = _asked(func, args, small), _asked(func, args, 2 * small)
-        if [n > 0 for n in first] == [n > 0 for n in second]:
-            steps = (size - small) / small
-            return tuple(round(a + (b - a) * steps) for a, b in zip(first, second, strict=True))
-        small *= 2
-    return _asked(func, args, size)
+    question = _Question(func, tuple(args), dict(kwargs or {}))
+    lengths = question.lengths()
+    budget = question.budget()
+    while True:
+        larger = question.shrunk(lengths, budget)
+        if larger == lengths:
+            return question.asked(lengths)
+        smaller = tuple(
+            length if length == real else question.next_below(i, length, real)
+            for i, (length, real) in enumerate(zip(larger, lengths, strict=True))
+        )
+        extended = _extended(question, smaller, larger, lengths)
+        if extended is not None:
+            return extended
+        budget *= 2
 
 
-def _small_size(scaled: torch.Tensor) -> int:
-    """A size that costs little, yet gives each thread its share: kernels may keep a sum of weights for each."""
-    small = max(2, torch.get_num_threads())
-    sample_bytes = scaled.shape[1:].numel() * scaled.element_size()
-    while 2 * small * sample_bytes <= CHEAP_BYTES:
-        small *= 2
-    return small
+def _extended(
+    question: _Question, smaller: tuple[int, ...], larger: tuple[int, ...], real: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """From the corners of a box of sizes to the real one: exact for whatever is a sum of products of lengths."""
+    sides: list[list[tuple[int, float]]] = []
+    for low, high, length in zip(smaller, larger, real, strict=True):
+        steps = (length - low) / (high - low) if high > low else 0.0
+        sides.append([(low, 1 - steps), (high, steps)] if high > low else [(length, 1.0)])
+    corners = list(product(*sides))
+    recorded = [question.asked(tuple(length for length, _ in corner)) for corner in corners]
+    if len({tuple(num_bytes > 0 for num_bytes in events) for events in recorded}) > 1:
+        if question.func in _ALWAYS:
+            return None
+        recorded = [_peak_alone(events) for events in recorded]
+        if len({len(events) for events in recorded}) > 1:
+            return None
+    weights = [prod(weight for _, weight in corner) for corner in corners]
+    return tuple(
+        round(sum(weight * num_bytes for weight, num_bytes in zip(weights, events, strict=True)))
+        for events in zip(*recorded, strict=True)
+    )
 
 
-def _asked(func: Any, args: Sequence[Any], size: int) -> tuple[int, ...]:
-    signatures = [_signature(arg, size if i in _SCALED[func] else None) for i, arg in enumerate(args)]
-    if func is _LSTM_BACKWARD:
-        signatures[_WORKSPACE] = None
-    return _recorded(func, torch.is_grad_enabled(), *signatures)
+def _peak_alone(events: tuple[int, ...]) -> tuple[int, ...]:
+    """What outlives the operator, and one allocation as high above it as the operator ever was.
+
+    A kernel that takes scratch in a loop takes it the more often the larger it is, and no higher.
+    """
+    kept = [events[position] for position in sorted(never_freed(events))]
+    above = max(max(accumulate(events), default=0) - sum(kept), 0)
+    return (*kept, above, -above)
 
 
-def _signature(arg: Any, size: int | None) -> Any:
+def never_freed(events: Sequence[int]) -> set[int]:
+    """Positions of the allocations that outlive the operator; of equal ones, the last."""
+    alive: dict[int, list[int]] = {}
+    for position, num_bytes in enumerate(events):
+        if num_bytes > 0:
+            alive.setdefault(num_bytes, []).append(position)
+        elif alive.get(-num_bytes):
+            alive[-num_bytes].pop(0)
+    return {position for positions in alive.values() for position in positions}
+
+
+@dataclass(frozen=True)
+class _Question:
+    """One call of an operator, which can be asked for at other sizes."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def _extents(self) -> tuple[_Extent, ...]:
+        extents = _EXTENTS[self.func]
+        if self.func is _GROUPED_MM and self.args[0].dim() == 3 and self.args[1].dim() == 3:
+            return (_Extent(((0, 0), (1, 0))), *extents)
+        if self.func in _ATTENTION:
+            samples, heads, *lengths = extents
+            queries, keys = (self._tensor(place) for place, _ in (heads.places[0], lengths[1].places[0]))
+            # Several queries to one key: their heads cannot shrink one without the other.
+            return extents if queries.shape[1] == keys.shape[1] else (samples, *lengths)
+        return extents
+
+    def lengths(self) -> tuple[int, ...]:
+        """The real length of each extent."""
+        return tuple(self._tensor(extent.places[0][0]).shape[extent.places[0][1]] for extent in self._extents())
+
+    def _tensor(self, place: int | str) -> Any:
+        if isinstance(place, str):
+            return self.kwargs.get(place)
+        return self.args[place] if place < len(self.args) else None
+
+    def budget(self) -> int:
+        """How much of it is run: bytes of a sample, or multiplications."""
+        if self.func in _ALWAYS:
+            return CHEAP_BYTES
+        operand = self._tensor(self._extents()[-1].places[0][0])
+        is_fast = operand.dtype in (torch.float32, torch.float64) or goes_to_onednn(operand.dtype)
+        return CHEAP_PRODUCTS if is_fast else CHEAP_PRODUCTS_OF_A_LOOP
+
+    def _cost(self, lengths: tuple[int, ...]) -> int:
+        if self.func in _ALWAYS:
+            scaled = self.args[0]
+            return int(lengths[0] * scaled.shape[1:].numel() * scaled.element_size())
+        width = self.args[0].shape[-1] if self.func in _ATTENTION else 1
+        return width * prod(lengths)
+
+    def shrunk(self, lengths: tuple[int, ...], budget: int) -> tuple[int, ...]:
+        """Lengths at which the call costs no more than the budget, or the smallest that tell enough."""
+        if self._cost(lengths) <= budget:
+            return lengths
+        if self.func not in _ALWAYS:
+            budget //= 2  # as several sizes will be run
+        small = list(lengths)
+        for i in range(len(small)):  # a batch comes first, as nothing else is as sure to grow in a straight line
+            if not self._extents()[i].in_tiles:
+                while self._cost(tuple(small)) > budget and self._can_shrink(i, small[i], lengths[i]):
+                    small[i] = self.next_below(i, small[i], lengths[i])
+        while self._cost(tuple(small)) > budget:
+            able = [i for i in range(len(small)) if self._can_shrink(i, small[i], lengths[i])]
+            if not able:
+                break
+            longest = max(able, key=lambda i: small[i] / self._smallest(i))
+            small[longest] = self.next_below(longest, small[longest], lengths[longest])
+        return tuple(small)
+
+    def _smallest(self, index: int) -> int:
+        # With less than a share for each thread a kernel may keep fewer sums of weights, or work on fewer tiles.
+        return self._extents()[index].least or max(2, torch.get_num_threads())
+
+    def _can_shrink(self, index: int, length: int, real: int) -> bool:
+        below = self.next_below(index, length, real)
+        return below < length and self.next_below(index, below, real) < below
+
+    def next_below(self, index: int, length: int, real: int) -> int:
+        """The next smaller length, or the same if there is none."""
+        smallest = self._smallest(index)
+        remainder = real % _TILE if self._extents()[index].in_tiles else 0
+        below = smallest
+        while 2 * below + remainder < length:
+            below *= 2
+        return below + remainder if below + remainder < length else length
+
+    def asked(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        """What the kernel allocates at these lengths."""
+        new_lengths: dict[tuple[int | str, int], int] = {}
+        for extent, length, real in zip(self._extents(), lengths, self.lengths(), strict=True):
+            for place, dim in extent.places:
+                tensor = self._tensor(place)
+                if tensor is not None and tensor.dim() >= (dim + 1 if dim >= 0 else -dim) and tensor.shape[dim] == real:
+                    new_lengths[place, dim % tensor.dim()] = length
+        signatures = [_signature(arg, i, new_lengths) for i, arg in enumerate(self.args)]
+        named = tuple((name, _signature(arg, name, new_lengths)) for name, arg in sorted(self.kwargs.items()))
+        if self.func is _LSTM_BACKWARD:
+            signatures[_WORKSPACE] = None
+        return _recorded(self.func, _settings(), tuple(signatures), named)
+
+
+def _signature(arg: Any, place: int | str, new_lengths: dict[tuple[int | str, int], int]) -> Any:
     if not isinstance(arg, torch.Tensor):
         return tuple(arg) if isinstance(arg, list) else arg
-    if size is None:
-        return arg.shape, arg.stride(), arg.dtype
-    shape = torch.Size((size, *arg.shape[1:]))
-    if arg.stride(0) in (0, max(arg.stride())):
-        return shape, arg.stride(), arg.dtype
-    return shape, _dense_strides(shape, arg.stride()), arg.dtype
+    shape = torch.Size(new_lengths.get((place, dim), length) for dim, length in enumerate(arg.shape))
+    return shape, _strides_like(shape, arg), arg.dtype
 
 
-def _dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
-    """Strides without gaps, in the order of others: where what shrinks is not outermost, theirs no longer fit."""
-    strides, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: like[dim]):
-        strides[dim], step = step, step * shape[dim]
+def _strides_like(shape: torch.Size, tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides in the same order, with gaps of the same proportion: dense where the tensor was."""
+    if shape == tensor.shape:
+        return tensor.stride()
+    strides, dense, new_dense = [0] * len(shape), 1, 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (tensor.stride(dim), tensor.shape[dim] != 1)):
+        stride = tensor.stride(dim)
+        if tensor.shape[dim] == 1 or stride == 0:
+            strides[dim] = stride
+            continue
+        strides[dim] = max(1, round(new_dense * stride / dense))
+        dense, new_dense = stride * tensor.shape[dim], strides[dim] * shape[dim]
     return tuple(strides)
 
 
-@lru_cache(maxsize=1024)
-def _recorded(func: Any, with_gradients: bool, *signatures: Any) -> tuple[int, ...]:
-    # An LSTM looks at the grad mode to decide what to keep.
-    with unset_fake_temporarily(), torch.set_grad_enabled(with_gradients):
+@lru_cache(maxsize=4096)
+def _recorded(
+    func: Any, settings: tuple[Any, ...], signatures: tuple[Any, ...], named: tuple[tuple[str, Any], ...]
+) -> tuple[int, ...]:
+    with unset_fake_temporarily(), torch.set_grad_enabled(settings[0]):
         args = [_example(signature) for signature in signatures]
+        kwargs = {name: _example(signature) for name, signature in named}
         if func is _LSTM_BACKWARD:
             args[_WORKSPACE] = _workspace_for(args)
-        return record_allocations(lambda: func(*args))
+        if func is _GROUPED_MM and len(args) > _OFFSETS and args[_OFFSETS] is not None:
+            args[_OFFSETS] = _even_offsets(args[0], args[1], args[_OFFSETS])
+        if kwargs.get("offs") is not None:
+            kwargs["offs"] = _even_offsets(args[0], args[1], kwargs["offs"])
+        return record_allocations(lambda: func(*args, **kwargs), str(func))
+
+
+def _even_offsets(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Where each group ends, if all are as large: which tokens go to which expert is not known."""
+    total = left.shape[1] if left.dim() == right.dim() == 2 else left.shape[0] if left.dim() == 2 else right.shape[-1]
+    groups = len(offsets)
+    return torch.tensor([total * (i + 1) // groups for i in range(groups)], dtype=offsets.dtype)
 
 
 def _workspace_for(backward: Sequence[Any]) -> torch.Tensor:
@@ -118,17 +389,17 @@ def _workspace_for(backward: Sequence[Any]) -> torch.Tensor:
 def _example(signature: Any) -> Any:
     if isinstance(signature, tuple) and signature and isinstance(signature[0], torch.Size):
         size, stride, dtype = signature
-        return torch.empty_strided(size, stride, dtype=dtype).zero_()
+        # Not zeros in these strides: dimensions may overlap.
+        num_elements = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        return torch.zeros(num_elements if size.numel() else 0, dtype=dtype).as_strided(size, stride)
     return list(signature) if isinstance(signature, tuple) else signature
 
 
-def record_allocations(run: Callable[[], Any]) -> tuple[int, ...]:
+def record_allocations(run: Callable[[], Any], operator: str = "the operator") -> tuple[int, ...]:
     """Run something for real, and return what it allocated and freed while it ran."""
     autograd: Any = torch._C._autograd
     if autograd._profiler_enabled():
-        raise NotFollowedError(
-            "a convolution or LSTM", "its kernel cannot be asked what it allocates while a profiler runs"
-        )
+        raise NotFollowedError(operator, "its kernel cannot be asked what it allocates while a profiler runs")
     # Not torch.profiler: that one takes longer than the kernels, and logs to the terminal.
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     autograd._enable_profiler_legacy(config)

@@ -1,8 +1,8 @@
 """What CPU kernels do to memory that the shape rules of fake tensors do not show.
 
-Copies that live only inside an operator are part of the peak all the same: in a conv net, in a recurrent one. Those of
-convolutions and LSTMs are asked of the kernel (`asked_kernels`); those of a few others are given here, read off torch
-2.13.0's source.
+Copies that live only inside an operator are part of the peak all the same: in a conv net, in a recurrent one, in
+whatever multiplies 16-bit matrices. Those that oneDNN makes are asked of the kernel (`asked_kernels`); those of a few
+others are given here, read off torch 2.13.0's source.
 """
 
 from __future__ import annotations
@@ -12,20 +12,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchwright.device.moments import Moment, around
-from batchwright.memory.asked_kernels import allocations_of, can_be_asked
+from batchwright.memory.asked_kernels import allocations_of, can_be_asked, never_freed
 from batchwright.memory.attention_kernel import held_while_running
 from batchwright.memory.recurrent import layer_with_workspace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _aten = torch.ops.aten
 
 
-def moments_of(func: Callable[..., Any], args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> list[Moment]:
+def moments_of(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    outputs: Sequence[torch.Tensor],
+    kwargs: Mapping[str, Any] | None = None,
+) -> list[Moment]:
     """What happens inside an operator, in order: each of its outputs once, and the copies around them."""
     if can_be_asked(func, args):
-        return _with_outputs(allocations_of(func, args), outputs)
+        return _with_outputs(allocations_of(func, args, kwargs), outputs)
     made = [Moment(output=tensor) for tensor in outputs]
     held = held_while_running(func, args)
     if held:
@@ -42,7 +47,7 @@ def moments_of(func: Callable[..., Any], args: Sequence[Any], outputs: Sequence[
 
 def _with_outputs(allocations: Sequence[int], outputs: Sequence[torch.Tensor]) -> list[Moment]:
     """Put each output where the kernel allocated as much and did not free it."""
-    kept = _never_freed(allocations)
+    kept = never_freed(allocations)
     waiting = list(outputs)
     moments = []
     for position, num_bytes in enumerate(allocations):
@@ -54,17 +59,6 @@ def _with_outputs(allocations: Sequence[int], outputs: Sequence[torch.Tensor]) -
         else:
             moments.append(Moment(num_bytes))
     return moments + [Moment(output=tensor) for tensor in waiting]
-
-
-def _never_freed(allocations: Sequence[int]) -> set[int]:
-    """Positions of the allocations that outlive the operator; of equal ones, the last."""
-    alive: dict[int, list[int]] = {}
-    for position, num_bytes in enumerate(allocations):
-        if num_bytes > 0:
-            alive.setdefault(num_bytes, []).append(position)
-        elif alive.get(-num_bytes):
-            alive[-num_bytes].pop(0)
-    return {position for positions in alive.values() for position in positions}
 
 
 def _is_cpu_float(tensor: torch.Tensor) -> bool:

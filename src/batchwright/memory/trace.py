@@ -54,13 +54,6 @@ _UNSEEN_INSIDE = (
 )
 
 
-class _Host:
-    """The kernels of the CPU."""
-
-    moments_of = staticmethod(moments_of)
-
-
-_HOST = _Host()
 _DEVICE = torch.ops.prim.device.default
 _COPY = torch.ops.aten._to_copy.default
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
@@ -193,7 +186,8 @@ class Trace(TorchDispatchMode):
             self.hides_memory = True
             self._note(f"what {operator} holds while it runs is not seen: the peak may be higher")
         made = [tensor for tensor in tree_iter(outputs) if isinstance(tensor, torch.Tensor)]
-        self._see_made((self.card or _HOST).moments_of(func, args, made), operator)
+        moments = self.card.moments_of(func, args, made) if self.card else moments_of(func, args, made, kwargs)
+        self._see_made(moments, operator)
         self.values.follow(func, args, kwargs, outputs)
         self.routing.follow(func, args, outputs)
         return outputs
