@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -12,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from batchwright.memory.blocks import Block, Log
 from batchwright.memory.refusals import local_part, storage_of
 from batchwright.simulated.backend import is_on_card
+from batchwright.simulated.torch_patches import Patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator
 
     from batchwright.memory.running_modules import RunningModules
     from batchwright.simulated.simulated_card import SimulatedCard
@@ -37,7 +36,9 @@ class FollowedStorages:
         """The mode of the run's own fake tensors."""
         self._modules, self._card, self._note, self._forget = modules, card, note, forget
         self._alive: dict[int, Block] = {}
-        self._on_host: set[int] = set()
+        # Not weakref.finalize: its registry is the process's, and would hold the trace as long as any storage lives,
+        # while the trace holds the storages.
+        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """Return the block a tensor lies in, if it is followed."""
@@ -51,9 +52,7 @@ class FollowedStorages:
         key, num_bytes = storage._cdata, storage.nbytes()
         if self._card is not None and not is_on_card(local_part(tensor)):
             # The host's memory is another question; but its values may be known, and must be forgotten in time.
-            if key not in self._on_host:
-                self._on_host.add(key)
-                weakref.finalize(storage, self._storage_died, key)
+            self._await_death(storage, key)
             return False
         block = self._alive.get(key)
         if block is not None:
@@ -62,8 +61,17 @@ class FollowedStorages:
         if not isinstance(local_part(tensor), FakeTensor) and tensor.device.type != "meta":
             self._note("some tensors are real: what they hold was counted, but was also allocated")
         self._alive[key] = self.born(num_bytes, operator, shape=tuple(tensor.shape))
-        weakref.finalize(storage, self._storage_died, key)
+        self._await_death(storage, key)
         return True
+
+    def _await_death(self, storage: torch.UntypedStorage, key: int) -> None:
+        if key not in self._deaths:
+            self._deaths[key] = weakref.ref(storage, lambda _: self._storage_died(key))
+
+    def let_go(self) -> None:
+        """Follow nothing any more: the run is over."""
+        self._deaths.clear()
+        self._alive.clear()
 
     def _resized(self, block: Block, num_bytes: int, operator: str) -> None:
         if num_bytes == block.num_bytes:
@@ -75,7 +83,7 @@ class FollowedStorages:
             before, block.handle = block.handle, self._card.malloc(num_bytes, owner)
             self._card.free(before)
 
-    def seeing_resizes(self) -> AbstractContextManager[Any]:
+    def seeing_resizes(self) -> Iterator[Patch]:
         """Storages are resized past every dispatcher: so FSDP2 lets go of gathered weights, and takes them again."""
         resize: Any = torch.UntypedStorage.resize_
 
@@ -86,7 +94,7 @@ class FollowedStorages:
                 self._resized(block, storage.nbytes(), "resize_")
             return found
 
-        return patch.object(torch.UntypedStorage, "resize_", resize_and_note)
+        yield Patch(torch.UntypedStorage, "resize_", resize_and_note)
 
     def born(self, num_bytes: int, operator: str, *, part: str | None = None, shape: tuple[int, ...] = ()) -> Block:
         """Note a block, and take it from the card."""
@@ -109,8 +117,8 @@ class FollowedStorages:
             self._card.free(block.handle)
 
     def _storage_died(self, key: int) -> None:
+        self._deaths.pop(key, None)
         block = self._alive.pop(key, None)
         if block is not None:
             self.died(block)
-        self._on_host.discard(key)
         self._forget(key)

@@ -2,14 +2,12 @@
 
 Promises:
 - values that leave the tensors (numpy, pickle, dlpack) are refused where they leave, so that the user's line is known;
-- an operator that is not torch's own, and whose shape rule is missing or fails, is refused by its name;
-- torch's classes come back as they were.
+- an operator that is not torch's own, and whose shape rule is missing or fails, is refused by its name.
 """
 
 from __future__ import annotations
 
 import traceback
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +18,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
+
+from batchwright.simulated.torch_patches import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,17 +40,11 @@ class NotFollowedError(Exception):
         self.reason = reason
 
 
-@contextmanager
-def values_stay_inside() -> Iterator[None]:
+def values_stay_inside() -> Iterator[Patch]:
     """Refuse to hand out what a traced tensor has not got."""
     # On the class, not through a TorchFunctionMode: under such a mode modules leave their fast paths.
     for name in _WAYS_OUT:
-        setattr(FakeTensor, name, _refusal(name))
-    try:
-        yield
-    finally:
-        for name in _WAYS_OUT:
-            delattr(FakeTensor, name)
+        yield Patch(FakeTensor, name, _refusal(name))
 
 
 def _refusal(name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Which module is running: in forward by hooks, in backward by the number of the node that a forward left behind."""
+"""Which module is running: in forward by its call, in backward by the number of the node that a forward left behind."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+
+from batchwright.simulated.torch_patches import Patch
 
 if TYPE_CHECKING:
-    from contextlib import ExitStack
-
-    from torch import nn
+    from collections.abc import Iterator
 
 
 class RunningModules:
@@ -26,12 +27,20 @@ class RunningModules:
         """Learn the names of a model's modules."""
         self._names.update({module: name for name, module in model.named_modules()})
 
-    def watch(self, hooks: ExitStack) -> None:
-        """See modules begin and end, until the hooks are taken away."""
-        enter = torch.nn.modules.module.register_module_forward_pre_hook(self._enter)
-        leave = torch.nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
-        hooks.callback(enter.remove)
-        hooks.callback(leave.remove)
+    def seeing_calls(self) -> Iterator[Patch]:
+        """See modules begin and end."""
+        # Not by hooks: torch's global ones are every thread's, and a module with hooks of its own leaves fast paths.
+        call: Any = nn.Module._call_impl
+
+        def call_and_note(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._stack.append(self._names.get(module, self._stack[-1] if self._stack else ""))
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                if self._stack:
+                    self._stack.pop()
+
+        yield Patch(nn.Module, "_call_impl", call_and_note)
 
     @property
     def are_running(self) -> bool:
@@ -53,10 +62,3 @@ class RunningModules:
             return self._stack[-1]
         node = torch._C._current_autograd_node() if in_backward else None
         return self._of_node.get(node._sequence_nr(), "") if node is not None else ""
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        self._stack.append(self._names.get(module, self._stack[-1] if self._stack else ""))
-
-    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        if self._stack:
-            self._stack.pop()

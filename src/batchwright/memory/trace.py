@@ -34,6 +34,7 @@ from batchwright.memory.running_modules import RunningModules
 from batchwright.simulated.backend import card_device
 from batchwright.simulated.convolution_layout import LAYOUT_RULES
 from batchwright.simulated.sharded_lists import on_shards
+from batchwright.simulated.torch_patches import applied
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,8 +130,7 @@ class Trace(TorchDispatchMode):
         self.mark(parameter.grad, "gradients", "gradient", self._owners.get(parameter, ""))
 
     def __enter__(self) -> Trace:
-        self._modules.watch(self._hooks)
-        self._hooks.enter_context(self.storages.seeing_resizes())
+        self._hooks.enter_context(applied(self._modules.seeing_calls(), self.storages.seeing_resizes()))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -140,6 +140,9 @@ class Trace(TorchDispatchMode):
         self._hooks.close()
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         self._outside.give_back()
+        # So that what the run made goes with it: the storages lead back here, in circles.
+        self.storages.let_go()
+        self.optimizers.clear()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -28,6 +28,7 @@ from batchwright.simulated.compiled_as_eager import compiled_as_eager
 from batchwright.simulated.moved_modules import modules_move_in_place
 from batchwright.simulated.redirected_calls import RedirectedCalls
 from batchwright.simulated.simulated_ranks import simulated_ranks
+from batchwright.simulated.torch_patches import TorchPatches, applied
 from batchwright.state.random_state import kept_random_state
 
 if TYPE_CHECKING:
@@ -73,10 +74,18 @@ def trace_workload(
 ) -> Traced:
     """Trace full steps at one size, on the CPU or on a simulated card; on the latter as one of so many ranks."""
     if card is None:
-        return _trace_on(
-            torch.device("cpu"), workload, micro_batch, shape, steps, accumulation, clip_norm, Trace(routing=routing)
-        )
-    with card.running() as device, simulated_ranks(devices) if devices > 1 else nullcontext():
+        with TorchPatches():
+            return _trace_on(
+                torch.device("cpu"),
+                workload,
+                micro_batch,
+                shape,
+                steps,
+                accumulation,
+                clip_norm,
+                Trace(routing=routing),
+            )
+    with TorchPatches(), card.running() as device, simulated_ranks(devices) if devices > 1 else nullcontext():
         spread = workload if devices > 1 else replace(workload, wrap=None)
         traced = _trace_on(
             device, spread, micro_batch, shape, steps, accumulation, clip_norm, Trace(routing=routing, card=card)
@@ -102,8 +111,8 @@ def _trace_on(
     wrapped: list[nn.Module] = []
     if trace.card is not None and workload.wrap is not None:
         # Before anything is counted: what is sharded is never whole on a card where it was built on meta.
-        eager = compiled_as_eager(trace.notes.setdefault)
-        with values_stay_inside(), mode, RedirectedCalls(device), eager, _explaining("wrap"):
+        patches = applied(values_stay_inside(), compiled_as_eager(trace.notes.setdefault))
+        with patches, mode, RedirectedCalls(device), _explaining("wrap"):
             wrapped.append(workload.wrap(fake_copy(skeleton, mode, device)))
 
     def build(_: Workload, __: torch.device) -> nn.Module:
@@ -121,13 +130,12 @@ def _trace_on(
     watched = workload if workload.optimizer is None else replace(workload, optimizer=optimizer)
     with ExitStack() as stack:
         stack.enter_context(kept_random_state())
-        stack.enter_context(values_stay_inside())
-        stack.enter_context(modules_move_in_place())
+        stack.enter_context(applied(values_stay_inside(), modules_move_in_place()))
         stack.enter_context(mode)
         stack.enter_context(trace)
         if trace.card is not None:
             stack.enter_context(RedirectedCalls(device))
-            stack.enter_context(compiled_as_eager(trace.notes.setdefault))
+            stack.enter_context(applied(compiled_as_eager(trace.notes.setdefault)))
         stack.enter_context(_explaining("the step"))
         run_probe(
             watched,

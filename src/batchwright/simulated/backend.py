@@ -4,7 +4,9 @@ torch lets one further backend be registered per process. Fake tensors on it tak
 mask of bytes, optimizers their multi-tensor form), and no kernel is ever run.
 
 Promises:
-- registered once, when first asked for, and announced as available only while a card is simulated;
+- registered once, when first asked for, and announced as available only while a card is simulated, and only to the
+  threads that run on it; the registration is all that stays in the process;
+- a process that has simulated a card can fork and run backward in the child, as before;
 - works in a process that has trained on the CPU before: backward runs in the calling thread.
 """
 
@@ -14,22 +16,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from batchwright.errors import InvalidInputError
 from batchwright.simulated.held_back import make_guard
+from batchwright.simulated.torch_patches import card_announced, is_on_simulated_card
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NAME = "simulated"
 _UNUSED = "privateuseone"
-
-
-class _Switch:
-    """Whether a card is being simulated just now."""
-
-    is_on = False
 
 
 class _Module:
@@ -39,13 +37,13 @@ class _Module:
         return True
 
     def is_available(self) -> bool:
-        return _Switch.is_on
+        return is_on_simulated_card()
 
     def current_device(self) -> int:
         return 0
 
     def device_count(self) -> int:
-        return int(_Switch.is_on)
+        return int(is_on_simulated_card())
 
     def _is_in_bad_fork(self) -> bool:
         return False
@@ -55,7 +53,7 @@ class _Module:
 
     def __getattr__(self, name: str) -> Any:
         """In a backward pass, where tensors name their true device, torch asks here for what it asks torch.cuda."""
-        if not _Switch.is_on or name.startswith("__"):
+        if not is_on_simulated_card() or name.startswith("__"):
             raise AttributeError(name)
         return getattr(torch.cuda, name)
 
@@ -79,14 +77,18 @@ def simulated_device() -> torch.device:
 def _register() -> None:
     class Hook(torch._C._acc.PrivateUse1Hooks):
         def is_available(self) -> bool:
-            return _Switch.is_on
+            return is_on_simulated_card()
 
         def has_primary_context(self, _: int) -> bool:
-            return _Switch.is_on
+            return is_on_simulated_card()
 
         def is_built(self) -> bool:
             return True
 
+    # The first backward pass of a process counts its devices and starts a thread for each; after that a forked child
+    # cannot run backward. Before the device is there to be counted, a pass on the CPU starts none.
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
+        torch.ones((), device="cpu", requires_grad=True).backward()
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Module(), hook=Hook(), device_guard=make_guard())
 
 
@@ -94,13 +96,9 @@ def _register() -> None:
 def switched_on() -> Iterator[torch.device]:
     """Announce the device, and run backward in the calling thread: torch may have counted its devices before."""
     device = simulated_device()
-    before, _Switch.is_on = _Switch.is_on, True
     multithreading: Any = torch.autograd.set_multithreading_enabled(False)
-    try:
-        with multithreading:
-            yield device
-    finally:
-        _Switch.is_on = before
+    with multithreading, card_announced():
+        yield device
 
 
 def is_on_card(tensor: torch.Tensor) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from batchwright.errors import CannotTraceError
+from batchwright.simulated.torch_patches import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,8 +17,7 @@ _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 _NOTE = "the model is compiled; it was traced as eager, and a compiled run may need less"
 
 
-@contextmanager
-def compiled_as_eager(note: Callable[[str], None]) -> Iterator[None]:
+def compiled_as_eager(note: Callable[[str], None]) -> Iterator[Patch]:
     """Have `torch.compile` and `module.compile` return what they are given."""
 
     def compile_(model: Any = None, **options: Any) -> Any:
@@ -30,10 +28,8 @@ def compiled_as_eager(note: Callable[[str], None]) -> Iterator[None]:
     def compile_module(self: nn.Module, *_: Any, **options: Any) -> None:
         compile_(self, **options)
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(torch, "compile", compile_))
-        stack.enter_context(patch.object(nn.Module, "compile", compile_module))
-        yield
+    yield Patch(torch, "compile", compile_)
+    yield Patch(nn.Module, "compile", compile_module)
 
 
 def _refuse_graphs(options: dict[str, Any]) -> None:

@@ -9,11 +9,11 @@ taken is raised in its place.
 from __future__ import annotations
 
 import ctypes
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
+
+from batchwright.simulated.torch_patches import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,15 +54,16 @@ def raising_what_was_taken(work: Callable[..., Any], *args: Any, **kwargs: Any) 
         raise error from None
 
 
-@contextmanager
-def errors_put_back() -> Iterator[None]:
+def forget_taken() -> None:
+    """Forget errors that were taken aside and never raised again."""
+    _taken.clear()
+
+
+def errors_put_back() -> Iterator[Patch]:
     """Have every backward pass raise what was raised in it."""
     engine: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         return raising_what_was_taken(engine, *args, **kwargs)
 
-    _taken.clear()
-    with patch.object(torch.autograd, "_engine_run_backward", run_backward):
-        yield
-    _taken.clear()
+    yield Patch(torch.autograd, "_engine_run_backward", run_backward)

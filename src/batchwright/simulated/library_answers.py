@@ -8,18 +8,16 @@ Promises:
 from __future__ import annotations
 
 import inspect
-from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 
 from batchwright.errors import CannotTraceError
+from batchwright.simulated.torch_patches import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping
-    from types import ModuleType
 
 # The build whose wheels run on every card of the catalogue, from Volta to Blackwell.
 _CUDA, _CUDNN, _NCCL = "12.8", 91002, (2, 27, 5)
@@ -29,26 +27,21 @@ _ASKS_DRIVER = ("utilization", "temperature", "power_draw", "clock_rate", "memor
 _BELONG_TO_LIBRARY = ("MemPool", "CUDAPluggableAllocator", "_dump_snapshot", *_ASKS_DRIVER)
 
 
-@contextmanager
-def library_answers(cuda: Mapping[str, Any]) -> Iterator[None]:
+def library_answers(cuda: Mapping[str, Any]) -> Iterator[Patch]:
     """Have torch speak of a CUDA build; of what `cuda` answers for torch.cuda, torch.accelerator answers its part."""
     cudnn: Any = torch.backends.cudnn
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(torch.version, "cuda", _CUDA))
-        stack.enter_context(patch.object(cudnn, "version", lambda: _CUDNN))
-        stack.enter_context(patch.object(cudnn, "is_available", lambda: True))
-        # Asked by RNNs before they lay their weights out anew, in memory that has to be real.
-        stack.enter_context(patch.object(cudnn, "is_acceptable", lambda tensor: False))
-        for name, answer in (("get", lambda: 10), ("set", lambda limit: None)):
-            full = f"_cuda_{name}_cudnn_benchmark_limit"
-            stack.enter_context(patch.object(torch._C, full, answer, create=True))
-        stack.enter_context(patch.object(torch.cuda.nccl, "version", lambda: _NCCL))
-        for place, name, answer in (*_of_accelerator(cuda), *_refusals(cuda)):
-            stack.enter_context(patch.object(place, name, answer))
-        yield
+    yield Patch(torch.version, "cuda", _CUDA)
+    yield Patch(cudnn, "version", lambda: _CUDNN)
+    yield Patch(cudnn, "is_available", lambda: True)
+    # Asked by RNNs before they lay their weights out anew, in memory that has to be real.
+    yield Patch(cudnn, "is_acceptable", lambda tensor: False)
+    for name, answer in (("get", lambda: 10), ("set", lambda limit: None)):
+        yield Patch(torch._C, f"_cuda_{name}_cudnn_benchmark_limit", answer)
+    yield Patch(torch.cuda.nccl, "version", lambda: _NCCL)
+    yield from (*_of_accelerator(cuda), *_refusals(cuda))
 
 
-def _of_accelerator(cuda: Mapping[str, Any]) -> Iterator[tuple[ModuleType, str, Any]]:
+def _of_accelerator(cuda: Mapping[str, Any]) -> Iterator[Patch]:
     accelerator: Any = torch.accelerator
     told = {
         **cuda,
@@ -61,16 +54,16 @@ def _of_accelerator(cuda: Mapping[str, Any]) -> Iterator[tuple[ModuleType, str, 
     # What a card is capable of is put in other words there.
     del told["get_device_capability"]
     for place in (accelerator, getattr(accelerator, "memory", None)):
-        yield from ((place, name, answer) for name, answer in told.items() if place and name in vars(place))
+        yield from (Patch(place, name, answer) for name, answer in told.items() if place and name in vars(place))
 
 
-def _refusals(answered: Container[str]) -> Iterator[tuple[ModuleType, str, Any]]:
+def _refusals(answered: Container[str]) -> Iterator[Patch]:
     for place in map(import_module, _MODULES):
         for name, value in vars(place).items():
             is_public = not name.startswith("_") and inspect.isfunction(value) and _asks_library(value)
             is_answered = name in answered or (place is torch.cuda.nccl and name == "version")
             if (is_public or name in _BELONG_TO_LIBRARY) and not is_answered:
-                yield place, name, _refusal(f"torch.cuda.{name}")
+                yield Patch(place, name, _refusal(f"torch.cuda.{name}"))
 
 
 def _asks_library(function: Callable[..., Any]) -> bool:

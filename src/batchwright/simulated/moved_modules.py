@@ -9,24 +9,22 @@ Promises:
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from batchwright.simulated.torch_patches import Patch
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-@contextmanager
-def modules_move_in_place() -> Iterator[None]:
+def modules_move_in_place() -> Iterator[Patch]:
     """Have modules move their fake parameters without swapping them."""
-    with patch.object(nn.Module, "_apply", _in_place(nn.Module._apply)):
-        yield
+    yield Patch(nn.Module, "_apply", _in_place(nn.Module._apply))
 
 
 def _in_place(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 
 from batchwright.simulated.backend import is_on_card
+from batchwright.simulated.torch_patches import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,14 +40,10 @@ class _OnCard(type):
         return torch.empty(*given, dtype=cls.dtype, device="cuda")
 
 
-@contextmanager
-def old_types() -> Iterator[None]:
+def old_types() -> Iterator[Patch]:
     """Have `torch.cuda.FloatTensor` and the like stand for tensors of the card."""
-    with ExitStack() as stack:
-        for dtype, name in _NAMES.items():
-            stands_in = _OnCard(name, (), {"dtype": dtype, "__module__": "torch.cuda"})
-            stack.enter_context(patch.object(torch.cuda, name, stands_in))
-        yield
+    for dtype, name in _NAMES.items():
+        yield Patch(torch.cuda, name, _OnCard(name, (), {"dtype": dtype, "__module__": "torch.cuda"}))
 
 
 def typed(target: torch.device, tensor: torch.Tensor, dtype: Any = None, **options: Any) -> Any:

@@ -5,9 +5,7 @@ What is exchanged are methods of `DeviceMesh`, so it does not matter how a `wrap
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -15,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from batchwright.simulated.backend import NAME
+from batchwright.simulated.torch_patches import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,24 +23,19 @@ _READ_NUMBERS = ("__getitem__", "_flatten", "_unflatten", "get_local_rank", "_ge
 _READ_NUMBERS_STATIC = ("from_group", "_concatenate")
 
 
-@contextmanager
-def real_meshes() -> Iterator[None]:
+def real_meshes() -> Iterator[Patch]:
     """Let meshes be made and sliced while tensors are fake."""
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(DeviceMesh, "__init__", _made_of_real_numbers(DeviceMesh.__init__)))
-        for name in _READ_NUMBERS:
-            if name in vars(DeviceMesh):
-                stack.enter_context(patch.object(DeviceMesh, name, _on_real_numbers(getattr(DeviceMesh, name))))
-        for name in _READ_NUMBERS_STATIC:
-            if name in vars(DeviceMesh):
-                method = staticmethod(_on_real_numbers(getattr(DeviceMesh, name)))
-                stack.enter_context(patch.object(DeviceMesh, name, method))
-        true_type: Any = vars(DeviceMesh).get("device_type")
-        if (
-            isinstance(true_type, property) and true_type.fget is not None
-        ):  # in older torch a plain attribute, which says cuda throughout
-            stack.enter_context(patch.object(DeviceMesh, "device_type", property(_seen_type(true_type.fget))))
-        yield
+    yield Patch(DeviceMesh, "__init__", _made_of_real_numbers(DeviceMesh.__init__))
+    for name in _READ_NUMBERS:
+        if name in vars(DeviceMesh):
+            yield Patch(DeviceMesh, name, _on_real_numbers(getattr(DeviceMesh, name)))
+    for name in _READ_NUMBERS_STATIC:
+        if name in vars(DeviceMesh):
+            yield Patch(DeviceMesh, name, staticmethod(_on_real_numbers(getattr(DeviceMesh, name))))
+    true_type: Any = vars(DeviceMesh).get("device_type")
+    # In older torch a plain attribute, which says cuda throughout.
+    if isinstance(true_type, property) and true_type.fget is not None:
+        yield Patch(DeviceMesh, "device_type", property(_seen_type(true_type.fget)))
 
 
 def _seen_type(true_type: Callable[[Any], str]) -> Callable[[Any], str]:

@@ -6,14 +6,13 @@ Classes are refused as they are made, so it does not matter how a `wrap` came by
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from batchwright.errors import CannotTraceError
+from batchwright.simulated.torch_patches import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,8 +21,7 @@ _SHARD = "fully_shard (FSDP2) shards the same way and is simulated"
 _STAGE = "estimate one stage as a model of its own"
 
 
-@contextmanager
-def refused_wraps() -> Iterator[None]:
+def refused_wraps() -> Iterator[Patch]:
     """Refuse what is not simulated as soon as one is made."""
     refused: list[tuple[Any, str, str]] = [
         (FullyShardedDataParallel, "FullyShardedDataParallel (FSDP1)", _SHARD),
@@ -33,10 +31,8 @@ def refused_wraps() -> Iterator[None]:
     pipelining = sys.modules.get("torch.distributed.pipelining")
     if pipelining is not None:
         refused.append((pipelining.PipelineStage, "pipeline parallelism", _STAGE))
-    with ExitStack() as stack:
-        for kind, called, remedy in refused:
-            stack.enter_context(patch.object(kind, "__init__", _refusal(called, remedy)))
-        yield
+    for kind, called, remedy in refused:
+        yield Patch(kind, "__init__", _refusal(called, remedy))
 
 
 def _refusal(called: str, remedy: str) -> Callable[..., None]:

@@ -8,10 +8,9 @@ Promises:
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.errors import CannotTraceError
+from batchwright.simulated.torch_patches import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,14 +33,11 @@ _REFUSED = (
 )
 
 
-@contextmanager
-def replicas() -> Iterator[None]:
+def replicas() -> Iterator[Patch]:
     """Have DistributedDataParallel take what it takes, without its reducer."""
-    with ExitStack() as stack:
-        for name, answer in (*vars(_Replica).items(), *((name, _refusal(name)) for name in _REFUSED)):
-            if callable(answer) and name in vars(DistributedDataParallel):
-                stack.enter_context(patch.object(DistributedDataParallel, name, answer))
-        yield
+    for name, answer in (*vars(_Replica).items(), *((name, _refusal(name)) for name in _REFUSED)):
+        if callable(answer) and name in vars(DistributedDataParallel):
+            yield Patch(DistributedDataParallel, name, answer)
 
 
 @dataclass

@@ -8,10 +8,9 @@ Promises:
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 
@@ -19,15 +18,17 @@ from batchwright.catalogue.gpus import Card, context_of, cublas_workspace_bytes
 from batchwright.device.peak_bytes import PeakBytes
 from batchwright.simulated.allocator_settings import AllocatorSettings
 from batchwright.simulated.attention import CurrentCard, register_attention
-from batchwright.simulated.autocast import register_autocast
+from batchwright.simulated.autocast import forget_casts, register_autocast
 from batchwright.simulated.backend import switched_on
 from batchwright.simulated.caching_allocator import CachingAllocator, SimulatedOutOfMemory
 from batchwright.simulated.cuda_kernels import moments_on_card, most_workspace
 from batchwright.simulated.fused_operators import register_fused_operators
-from batchwright.simulated.held_back import errors_put_back
+from batchwright.simulated.held_back import errors_put_back, forget_taken
+from batchwright.simulated.moved_modules import modules_move_in_place
 from batchwright.simulated.recurrent import register_recurrent
 from batchwright.simulated.replay import Requests
 from batchwright.simulated.torch_cuda import answering_for
+from batchwright.simulated.torch_patches import Patch, TorchPatches, applied, undone
 from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -90,11 +91,14 @@ class SimulatedCard:
         register_attention()
         register_fused_operators()
         register_recurrent()
-        with ExitStack() as stack:
-            device = stack.enter_context(switched_on())
-            stack.enter_context(patch.object(CurrentCard, "card", self.card))
-            stack.enter_context(answering_for(self.card, self.allocator))
-            stack.enter_context(errors_put_back())
+        with (
+            TorchPatches(),
+            switched_on() as device,
+            undone(forget_casts),
+            undone(forget_taken),
+            applied(answering_for(self.card, self.allocator), modules_move_in_place(), errors_put_back()),
+            applied([Patch(CurrentCard, "card", self.card)]),
+        ):
             yield device
 
     def malloc(self, num_bytes: int, owner: Owner = ("", "", "")) -> Block:

@@ -9,11 +9,9 @@ Promises:
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,8 +22,8 @@ from batchwright.simulated.autocast import forget_casts
 from batchwright.simulated.backend import NAME
 from batchwright.simulated.library_answers import library_answers
 from batchwright.simulated.memory_answers import memory_answers
-from batchwright.simulated.moved_modules import modules_move_in_place
 from batchwright.simulated.old_types import old_types
+from batchwright.simulated.torch_patches import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -133,38 +131,32 @@ def answers(card: Card, allocator: CachingAllocator) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def answering_for(card: Card, allocator: CachingAllocator) -> Iterator[None]:
-    """Have torch answer for a card, and take it all back in the end."""
-    with ExitStack() as stack:
-        told = answers(card, allocator)
-        stack.enter_context(library_answers(told))
-        for name, answer in told.items():
-            for place in (torch.cuda, torch.cuda.memory, torch.cuda.random):
-                if hasattr(place, name):
-                    stack.enter_context(patch.object(place, name, answer))
-        for name in ("mark", "range", "range_pop", "range_push"):
-            stack.enter_context(patch.object(torch.cuda.nvtx, name, _InOrder))
-        stack.enter_context(patch.object(torch, "Generator", _GeneratorOnHost))
-        stack.enter_context(patch.object(torch.Tensor, "record_stream", _nothing))
-        stack.enter_context(patch.object(torch._C, "_get_accelerator", lambda *_: torch.device("cuda")))
-        # Where mixed precision is asked about CUDA, the simulated device is meant.
-        for name in ("set_autocast_enabled", "is_autocast_enabled", "set_autocast_dtype", "get_autocast_dtype"):
-            stack.enter_context(patch.object(torch, name, _meaning_the_card(getattr(torch, name))))
-        stack.enter_context(patch.object(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype(NAME)))
-        stack.enter_context(patch.object(torch, "clear_autocast_cache", _clear_both(torch.clear_autocast_cache)))
-        # Optimizers take their multi-tensor form only for tensors of types they list.
-        for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
-            module: Any = import_module(name)
-            types = [*module._foreach_supported_types, FakeTensor]
-            stack.enter_context(patch.object(module, "_foreach_supported_types", types))
-        true_device: Any = vars(FakeTensor)["device"]
-        stack.enter_context(patch.object(FakeTensor, "device", property(seen_device(true_device.fget))))
-        stack.enter_context(modules_move_in_place())
-        stack.enter_context(old_types())
-        stack.enter_context(patch.object(torch.nn.DataParallel, "forward", _on_the_one_card))
-        stack.callback(forget_casts)
-        yield
+def answering_for(card: Card, allocator: CachingAllocator) -> Iterator[Patch]:
+    """Have torch answer for a card."""
+    told = answers(card, allocator)
+    yield from library_answers(told)
+    for name, answer in told.items():
+        for place in (torch.cuda, torch.cuda.memory, torch.cuda.random):
+            if hasattr(place, name):
+                yield Patch(place, name, answer)
+    for name in ("mark", "range", "range_pop", "range_push"):
+        yield Patch(torch.cuda.nvtx, name, _InOrder)
+    yield Patch(torch, "Generator", _GeneratorOnHost)
+    yield Patch(torch.Tensor, "record_stream", _nothing)
+    yield Patch(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))
+    # Where mixed precision is asked about CUDA, the simulated device is meant.
+    for name in ("set_autocast_enabled", "is_autocast_enabled", "set_autocast_dtype", "get_autocast_dtype"):
+        yield Patch(torch, name, _meaning_the_card(getattr(torch, name)))
+    yield Patch(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype(NAME))
+    yield Patch(torch, "clear_autocast_cache", _clear_both(torch.clear_autocast_cache))
+    # Optimizers take their multi-tensor form only for tensors of types they list.
+    for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        module: Any = import_module(name)
+        yield Patch(module, "_foreach_supported_types", [*module._foreach_supported_types, FakeTensor])
+    true_device: Any = vars(FakeTensor)["device"]
+    yield Patch(FakeTensor, "device", property(seen_device(true_device.fget)))
+    yield Patch(torch.nn.DataParallel, "forward", _on_the_one_card)
+    yield from old_types()
 
 
 def seen_device(true_device: Any) -> Callable[[Any], torch.device]:
