@@ -155,7 +155,7 @@ def fit_branches(
     solved, *_ = np.linalg.lstsq(design * weights[:, None], table * weights[:, None], rcond=None)
     smallest, examples = solved
     steps, samples = float(smallest.mean()), float(examples.mean())
-    interval = fieller(examples, smallest) if table.shape[1] >= LEAST_OBSERVATIONS else None
+    interval = fieller(examples, smallest, drifts=False) if table.shape[1] >= LEAST_OBSERVATIONS else None
     value = math.inf if steps <= 0 else max(samples, 0.0) / steps
     notes = [f"batch {batch} did not reach the loss on every seed, and was left out" for batch in missing]
     if steps <= 0:

@@ -23,7 +23,7 @@ class CriticalBatch:
     """
 
     value: float
-    """The ratio of the averages; infinite where no signal was seen."""
+    """As it is now, at the last of the observations; infinite where no signal was seen."""
     low: float
     high: float
     """Infinite where it is not resolved."""
@@ -33,9 +33,9 @@ class CriticalBatch:
     steps_needed: int | None = None
     """Further steps until the upper end is likely to be resolved; None where that cannot be told."""
     trace: float = math.nan
-    """T, the trace of the covariance of one unit's gradient, on average."""
+    """T, the trace of the covariance of one unit's gradient, as of now."""
     signal: float = math.nan
-    """|G|^2, on average; may be negative."""
+    """|G|^2, as of now; may be negative."""
     samples_per_unit: float | None = None
     """Samples in a unit, on average; None where nothing told."""
 

@@ -1,12 +1,16 @@
-"""A confidence interval for a ratio of means: Fieller's set, which knows when it has no upper end.
+"""A confidence interval for a ratio of levels: Fieller's set, which knows when it has no upper end.
 
-The noise scale is a mean of T over a mean of |G|^2. Where the latter cannot be told from 0, no upper end exists, and
-the usual formulas (delta, jackknife) state a narrow interval all the same: of 95 % they covered 66 % and less.
-Fieller's set {B : (a - B c)^2 <= t^2 Var(a - B c)} then has no upper end, and keeps its coverage.
+The noise scale is T over |G|^2. Where the latter cannot be told from 0, no upper end exists, and the usual formulas
+(delta, jackknife) state a narrow interval all the same: of 95 % they covered 66 % and less. Fieller's set
+{B : (a - B c)^2 <= t^2 Var(a - B c)} then has no upper end, and keeps its coverage.
+
+Along training both levels drift. What is asked for is the ratio of now, so the set is averaged over the ways in which
+the levels may have come there (drift.py): it begins where the chance of a larger ratio is 97.5 %, and ends where it is
+2.5 %.
 
 Promises:
-- the spread is taken from differences of neighbours (von Neumann 1941), so that a slow drift along training, which is
-  no error of the mean, does not widen the interval;
+- value and interval are of the present, the end of the window; without drift they are those of the means;
+- the spread is taken from differences of neighbours (von Neumann 1941), in which a drift does not show;
 - observations may weigh differently.
 """
 
@@ -19,15 +23,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from batchwright.noise.drift import present_levels, variances
 from batchwright.units import LARGEST_COUNT
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
 # Fewer differences than this say next to nothing of a spread.
 LEAST_OBSERVATIONS = 5
 # The chance that the upper end shows after as many steps as `further_steps` says.
 _POWER = 0.8
+# Below it, relative to the largest observation, a number is rounding.
+_TINY = 1e-100
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,9 @@ class Interval:
     high: float
     further_steps: int | None = None
     """As many more until the upper end is likely to be resolved; None where the denominator is not above 0."""
+    numerator: float = math.nan
+    denominator: float = math.nan
+    """The levels whose ratio it is."""
 
     @property
     def resolved(self) -> bool:
@@ -52,8 +64,11 @@ def fieller(
     weights: npt.ArrayLike | None = None,
     *,
     confidence: float = 0.95,
+    drifts: bool = True,
 ) -> Interval | None:
-    """Return the interval of mean(numerators) / mean(denominators), in the order they were seen; None for too few.
+    """Return the interval of the present ratio of two series, in the order they were seen; None for too few.
+
+    `drifts=False` takes both to stand still, and gives the ratio of their means.
 
     >>> found = fieller([4.0, 6.0, 5.0, 5.5, 4.5] * 8, [1.0, 1.2, 0.8, 1.1, 0.9] * 8)
     >>> round(found.value, 2), found.resolved, found.low < 5 < found.high
@@ -65,12 +80,12 @@ def fieller(
     if len(a) < LEAST_OBSERVATIONS:
         return None
     w = np.full(len(a), 1 / len(a)) if weights is None else np.asarray(weights, float) / np.sum(weights)
+    present = _present(a, c, w, confidence) if drifts else None
+    if present is not None:
+        return present
     mean_a, mean_c = float(w @ a), float(w @ c)
     var_a, var_c, cov = _of_neighbours(a, a, w), _of_neighbours(c, c, w), _of_neighbours(a, c, w)
-    number = 1 / float(w @ w)
-    # What a variance from differences is worth, in degrees of freedom: about two thirds of the usual.
-    freedom = 2 * (number - 1) ** 2 / (3 * number - 4)
-    t = student_t(0.5 + confidence / 2, freedom)
+    t = _quantile(w, confidence)
     low, high = _set_of_ratios(mean_a, mean_c, t * t * var_a, t * t * var_c, t * t * cov)
     # T itself is not negative; its estimate may be, where there is next to no noise.
     value = max(mean_a, 0.0) / mean_c if mean_c > 0 else math.inf
@@ -81,7 +96,94 @@ def fieller(
         low=low,
         high=high,
         further_steps=0 if math.isfinite(high) else _further_steps(mean_c, var_c, len(a), t),
+        numerator=mean_a,
+        denominator=mean_c,
     )
+
+
+def _present(
+    a: npt.NDArray[np.float64], c: npt.NDArray[np.float64], w: npt.NDArray[np.float64], confidence: float
+) -> Interval | None:
+    """The interval of now; None where there is no spread to reckon with."""
+    sizes = float(np.abs(a).max()), float(np.abs(c).max())
+    if not all(_TINY < size < 1 / _TINY for size in sizes) or float(w.min()) <= 0:
+        return None
+    a, c = a / sizes[0], c / sizes[1]
+    var_a, var_c, cov = variances(a, a, w), variances(c, c, w), variances(a, c, w)
+    if float(var_a.max()) < _TINY or float(var_c.max()) < _TINY:
+        return None
+    # Squared differences are rough where the spread falls: no observation counts as a hundred others.
+    var_a, var_c = (np.maximum(each, 1e-2 * each.mean()) for each in (var_a, var_c))
+    cov = np.clip(cov, -np.sqrt(var_a * var_c), np.sqrt(var_a * var_c))
+    place = np.cumsum(w) - w.sum()
+    # Where the spread of a few steps is large by chance, so is their mean: weights by the local spread alone would
+    # lean towards small observations.
+    noise = present_levels(a, (var_a + var_a.mean()) / 2, place)
+    levels = noise.kernels @ a
+    mean_a, kernel = float(noise.weights @ levels), noise.weights @ noise.kernels
+    of_a = float(kernel**2 @ var_a + noise.weights @ (levels - mean_a) ** 2)
+    # Where the noise scale stands still, the signal goes as the noise does.
+    course = np.clip((noise.weights * levels) @ noise.shapes / mean_a, 1e-3, 1e3) if mean_a > 0 else None
+    signal = present_levels(c, (var_c + var_c.mean()) / 2, place, course)
+    each_c, each_var = signal.kernels @ c, signal.kernels**2 @ var_c
+    each_cov, wider = (
+        (signal.kernels * kernel) @ cov,
+        _quantile(w, confidence) / NormalDist().inv_cdf(0.5 + confidence / 2),
+    )
+
+    def chance_above(ratio: float) -> float:
+        spread = np.sqrt(np.maximum(of_a - 2 * ratio * each_cov + ratio**2 * each_var, _TINY**2))
+        return float(signal.weights @ _normal((mean_a - ratio * each_c) / (wider * spread)))
+
+    unbounded = float(signal.weights @ _normal(-each_c / (wider * np.sqrt(each_var))))
+    mean_c = float(signal.weights @ each_c)
+    of_c = float(signal.weights @ (each_var + (each_c - mean_c) ** 2))
+    start = max(mean_a, _TINY) / max(abs(mean_c), math.sqrt(of_c))
+    tail = (1 - confidence) / 2
+    low, value, high = (
+        _ratio_at(chance, chance_above, unbounded, start) * (sizes[0] / sizes[1]) for chance in (1 - tail, 0.5, tail)
+    )
+    return Interval(
+        value=value,
+        low=low,
+        high=high,
+        further_steps=0
+        if math.isfinite(high)
+        else _further_steps(mean_c, of_c, len(a), wider * NormalDist().inv_cdf(1 - tail)),
+        numerator=mean_a * sizes[0],
+        denominator=mean_c * sizes[1],
+    )
+
+
+def _ratio_at(chance: float, chance_above: Callable[[float], float], unbounded: float, start: float) -> float:
+    """The ratio that is exceeded with a chance: 0 where even that is less likely, infinite where none is so large."""
+    if chance_above(0.0) <= chance:
+        return 0.0
+    if unbounded >= chance:
+        return math.inf
+    low, high = 0.0, start
+    while chance_above(high) > chance:
+        low, high = high, 2 * high
+        if high > start / _TINY:
+            return math.inf
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if chance_above(middle) > chance else (low, middle)
+    return high
+
+
+def _quantile(w: npt.NDArray[np.float64], confidence: float) -> float:
+    number = 1 / float(w @ w)
+    # What a variance from differences is worth, in degrees of freedom: about two thirds of the usual.
+    return student_t(0.5 + confidence / 2, 2 * (number - 1) ** 2 / (3 * number - 4))
+
+
+def _normal(z: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The normal distribution function, by Abramowitz and Stegun 26.2.17: to 7.5e-8."""
+    t = 1 / (1 + 0.2316419 * np.abs(z))
+    series = t * (0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
+    above = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi) * series
+    return np.where(z > 0, 1 - above, above)
 
 
 def _of_neighbours(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64], w: npt.NDArray[np.float64]) -> float:

@@ -1,7 +1,8 @@
-"""Observations along a run: averaged over a window that is counted in units, never in steps.
+"""Observations along a run: a window of them that is counted in units, never in steps, and what it says of now.
 
 Promises:
-- numerator and denominator are averaged apart, and divided last; nothing is clamped;
+- numerator and denominator are estimated apart, and divided last; nothing is clamped;
+- the answer is that of the end of the window, not of its middle (interval.py);
 - an observation weighs by its units, so that a change of the batch changes nothing about what is estimated;
 - memory stays bounded: observations of the window, and four points of history per window.
 """
@@ -73,6 +74,8 @@ class Track:
         self._kept: deque[Seen] = deque()
         self._units_kept = 0.0
         self._next_point = 0.0
+        # An answer takes some 20 ms to reckon, and several may ask for it after one step.
+        self._answers: dict[int | None, CriticalBatch] = {}
 
     def add(self, groups: Sequence[Observation], *, step: int, samples: float) -> None:
         """Take the observation of a step, one per group."""
@@ -81,6 +84,7 @@ class Track:
         if self.window is None:
             self.window = DEFAULT_STEPS * units
         self._next_point = self._next_point or self.window / POINTS_PER_WINDOW
+        self._answers.clear()
         self._kept.append(seen)
         self._units_kept += units
         self.total_units += units
@@ -101,19 +105,30 @@ class Track:
 
     def restart(self) -> None:
         """Begin a new window: what was seen before is of something else."""
+        self._answers.clear()
         self._kept.clear()
         self._units_kept = 0.0
 
     def critical_batch(self, group: int | None = None) -> CriticalBatch | None:
-        """Return the estimate over the window, of one group or of all weights; None where nothing was seen."""
+        """Return the estimate of now, of one group or of all weights; None where nothing was seen.
+
+        It is that of the end of the window, however T and |G|^2 drifted within it.
+        """
         if not self._kept:
             return None
+        if group not in self._answers:
+            self._answers[group] = self._estimate(group)
+        return self._answers[group]
+
+    def _estimate(self, group: int | None) -> CriticalBatch:
         pick = (lambda values: sum(values)) if group is None else (lambda values: values[group])
         traces = np.array([pick(seen.traces) for seen in self._kept])
         signals = np.array([pick(seen.signals) for seen in self._kept])
         units = np.array([seen.units for seen in self._kept])
         trace, signal = (float(np.average(values, weights=units)) for values in (traces, signals))
-        interval = fieller(traces, signals, units) or Interval(ratio(trace, signal), 0.0, math.inf)
+        interval = fieller(traces, signals, units) or Interval(
+            ratio(trace, signal), 0.0, math.inf, numerator=trace, denominator=signal
+        )
         samples = sum(seen.samples for seen in self._kept)
         high = interval.high
         # Within an epoch weights move towards the samples that are done, so that the others' gradient is larger than
@@ -128,8 +143,8 @@ class Track:
             unit=self.unit,
             observations=len(self._kept),
             steps_needed=None if interval.further_steps is None else interval.further_steps * self.every,
-            trace=trace,
-            signal=signal,
+            trace=interval.numerator,
+            signal=interval.denominator,
             samples_per_unit=samples / self._units_kept if samples else None,
         )
 
@@ -148,6 +163,7 @@ class Track:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` stood."""
+        self._answers.clear()
         self.window, self.unit, self.names = state["window"], state["unit"], list(state["names"])
         self.total_units, self.num_seen = state["total_units"], state["num_seen"]
         self._next_point = state["next_point"]
