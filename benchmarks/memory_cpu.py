@@ -2,6 +2,7 @@
 
     python benchmarks/memory_cpu.py             every case; some minutes
     python benchmarks/memory_cpu.py LSTM U-Net  the cases whose name contains one of these
+    python benchmarks/memory_cpu.py --fan-in    networks in which gradients of one tensor meet; a minute
     python benchmarks/memory_cpu.py --large     time against running at 8 GiB; 4B and 8B models, time and memory
 
 The real peak is the largest sum of the profiler's memory events over the same two steps, from before the model is
@@ -22,13 +23,14 @@ import argparse
 import statistics
 import warnings
 
-from memory_cases import all_cases, hf
+from memory_cases import Case, all_cases, hf
+from memory_fan_in import fan_in_cases
 from memory_large import compare_at_8_gib, predict_billions
 from memory_measure import measure, predict, print_head, print_row
 
 
-def compare(names: list[str]) -> None:
-    cases = [case for case in all_cases() if not names or any(name in case.name for name in names)]
+def compare(every: list[Case], names: list[str]) -> None:
+    cases = [case for case in every if not names or any(name in case.name for name in names)]
     predict(cases[0])  # what torch imports when it first traces is no part of a case
     print_head()
     errors = []
@@ -42,6 +44,7 @@ def compare(names: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="run only the cases whose name contains one of these")
+    parser.add_argument("--fan-in", action="store_true", help="networks in which gradients meet instead")
     parser.add_argument("--large", action="store_true", help="the large models instead")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -50,7 +53,7 @@ def main() -> None:
         predict_billions()
         compare_at_8_gib()
     else:
-        compare(chosen.names)
+        compare(fan_in_cases() if chosen.fan_in else all_cases(), chosen.names)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 _aten = torch.ops.aten
+_SUMS = {_aten.sum.default, _aten.sum.dim_IntList}
 
 
 def moments_of(
@@ -39,10 +40,31 @@ def moments_of(
         # The CPU kernel normalises the input once more before it forms the gradient.
         normalised = args[1].numel() * args[1].element_size()
         return [Moment(normalised), *made[:1], Moment(-normalised), *made[1:]]
+    if func is _aten.binary_cross_entropy_with_logits.default:
+        return _loss_of_logits(args, made)
+    if func in _SUMS and args[0].device.type == "cpu" and made and args[0].dtype != outputs[0].dtype:
+        # A mask is counted in whole numbers, and the CPU first makes a copy of it in those.
+        copied = args[0].numel() * outputs[0].element_size()
+        return [Moment(copied), *made, Moment(-copied)]
     if func is _aten.embedding_dense_backward.default and not args[0].is_contiguous():
         copied = args[0].numel() * args[0].element_size()
         return [Moment(copied), *made, Moment(-copied)]
     return made
+
+
+def _loss_of_logits(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+    """log_sigmoid and its buffer, the weight of positives, and the losses before they are summed up (Loss.cpp)."""
+    num_bytes = args[0].numel() * args[0].element_size()
+    is_weighted = len(args) > 3 and args[3] is not None
+    is_summed = made[0].output is not None and made[0].output.numel() < args[0].numel()
+    weighing = [Moment(num_bytes), Moment(-num_bytes)] if is_weighted else []
+    losses = [Moment(num_bytes)] if is_summed else []
+    return [
+        *(Moment(num_bytes), Moment(num_bytes), Moment(-num_bytes)),
+        *(*weighing, *losses, *made),
+        *(Moment(-moment.num_bytes) for moment in losses),
+        Moment(-num_bytes),
+    ]
 
 
 def _with_outputs(allocations: Sequence[int], outputs: Sequence[torch.Tensor]) -> list[Moment]:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from batchwright.memory.blocks import Block, Log
+from batchwright.memory.engine_adds import ADD, EngineAdds, counts_of, engine_frame
 from batchwright.memory.followed_storages import FollowedStorages
 from batchwright.memory.kernels import SHAPE_RULES, moments_of
 from batchwright.memory.known_values import KnownValues
@@ -58,7 +59,24 @@ _UNSEEN_INSIDE = (
 _DEVICE = torch.ops.prim.device.default
 _COPY = torch.ops.aten._to_copy.default
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
-_IN_PLACE: dict[Any, Callable[..., Any]] = {torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src}
+_IN_PLACE_ADD = torch.ops.aten.add_.Tensor
+_aten = torch.ops.aten
+# Formulas of backwards that write into fresh zeros; only under a mode do they copy them instead.
+_INTO_ZEROS: dict[Any, Callable[..., Any]] = {
+    _aten.scatter.src: _aten.scatter_.src,
+    _aten.scatter_add.default: _aten.scatter_add_.default,
+    _aten.index_put.default: _aten.index_put_.default,
+    _aten.index_add.default: _aten.index_add_.default,
+    _aten.masked_scatter.default: _aten.masked_scatter_.default,
+    _aten.put.default: _aten.put_.default,
+}
+# Likewise a formula that goes on writing into its own first result.
+_INTO_ITS_OWN: dict[str, dict[Any, Callable[..., Any]]] = {
+    "BinaryCrossEntropyWithLogitsBackward0": {
+        _aten.sub.Tensor: _aten.sub_.Tensor,
+        _aten.mul.Tensor: _aten.mul_.Tensor,
+    }
+}
 
 
 @cache
@@ -86,6 +104,7 @@ class Trace(TorchDispatchMode):
         self._owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._hooks = ExitStack()
         self._outside = OutsideTensors()
+        self._engine_adds = EngineAdds()
 
     def phase(self, name: str) -> None:
         """Note that a phase begins; called by the step as it runs."""
@@ -148,13 +167,15 @@ class Trace(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operator on fake tensors and note the storages it made."""
+        # Here and not deeper: whoever holds the arguments from here on would be counted too.
+        counts = counts_of(args) if func is ADD and self.log.phase == "backward" else None
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # asked twice as often as all operators together
             return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         if any(kind.__name__ == "DTensor" for kind in types):
             # One sharded over ranks works on its own shard, and that comes by here again.
             return on_shards(func, args, kwargs or {}, self.__torch_dispatch__)
         if self.card is None:
-            return self._run(func, args, kwargs or {})
+            return self._run(func, args, kwargs or {}, counts)
         kwargs = kwargs or {}
         # Whatever asks a tensor for its device from here on must hear the truth, not that it is on a GPU.
         with torch._C.DisableTorchFunction():
@@ -168,9 +189,11 @@ class Trace(TorchDispatchMode):
             args = tuple(card_device(value) for value in args)
             kwargs = {name: card_device(value) for name, value in kwargs.items()}
             self._library_takes(self.card.workspaces_for(func, self.log.phase))
-            return self._run(func, args, kwargs)
+            return self._run(func, args, kwargs, counts)
 
-    def _run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], counts: tuple[int, ...] | None = None
+    ) -> Any:
         if func is _READ_SCALAR:
             return self._read_scalar(func, args[0])
         self._modules.note_node()
@@ -178,9 +201,8 @@ class Trace(TorchDispatchMode):
             self.storages.born(tensor.untyped_storage().nbytes(), "from outside", part=part_of_outside(tensor))
             place = users_line(extract_stack())
             self._note(f"a real tensor of shape {tuple(tensor.shape)} from outside the workload was counted: {place}")
-        outputs = self._scattered_in_place(func, args)
-        if outputs is None:
-            outputs = self.routing.answer(func, args)
+        func = self._as_without_a_mode(func, args, counts)
+        outputs = self.routing.answer(func, args)
         if outputs is None and not (self.card is not None and _changes_a_list(func)):
             rule = (SHAPE_RULES if self.card is None else LAYOUT_RULES).get(func, func)
             outputs = shapes_from(rule, func, args, kwargs)
@@ -191,17 +213,29 @@ class Trace(TorchDispatchMode):
         made = [tensor for tensor in tree_iter(outputs) if isinstance(tensor, torch.Tensor)]
         moments = self.card.moments_of(func, args, made) if self.card else moments_of(func, args, made, kwargs)
         self._see_made(moments, operator)
+        if self.log.phase == "backward":
+            self._engine_adds.note(made)
         self.values.follow(func, args, kwargs, outputs)
         self.routing.follow(func, args, outputs)
         return outputs
 
-    def _scattered_in_place(self, func: Callable[..., Any], args: Any) -> Any:
-        """Backward of topk, median and their like writes into fresh zeros; only under a mode does it copy them."""
-        in_place = _IN_PLACE.get(func)
-        if in_place is None or self.log.phase != "backward" or self._modules.are_running:
-            return None
+    def _as_without_a_mode(
+        self, func: Callable[..., Any], args: Any, counts: tuple[int, ...] | None
+    ) -> Callable[..., Any]:
+        """Return what a backward would have called if there were no dispatch mode: where it writes in place, that."""
+        if self.log.phase != "backward":
+            return func
+        if func is ADD:
+            return _IN_PLACE_ADD if self._engine_adds.is_in_place(args, counts) else func
+        node: Any = torch._C._current_autograd_node()
+        in_place = _INTO_ITS_OWN.get(node.name(), {}).get(func) if node is not None else None
+        if in_place is not None:
+            return in_place if self._engine_adds.is_of_the_node(args[0]) and engine_frame() is not None else func
+        in_place = _INTO_ZEROS.get(func)
+        if in_place is None or engine_frame() is None:
+            return func
         block = self.storages.block_of(args[0])
-        return in_place(*args) if block is not None and "zeros" in block.operator else None
+        return in_place if block is not None and "zeros" in block.operator else func
 
     def _see_made(self, moments: list[Moment], operator: str) -> None:
         """Note the outputs of an operator, and the kernel's own copies around them."""

@@ -84,6 +84,12 @@ def _convolution_backward(card: Card, args: Sequence[Any], outputs: Sequence[tor
     return [max((convolution_workspace(card, kind, read, weight, gradient, args[4:10]) for kind in kinds), default=0)]
 
 
+def _loss_of_logits(_: Card, args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> list[int]:
+    """log_sigmoid, and the losses before they are summed up (native/Loss.cpp)."""
+    num_bytes = args[0].numel() * args[0].element_size()
+    return [num_bytes] * (2 if outputs[0].numel() < args[0].numel() else 1)
+
+
 def most_workspace(card: Card, func: Callable[..., Any], args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> int:
     """Return what a convolution may hold at most; nothing for any other operator."""
     if func is _aten.convolution.default:
@@ -101,6 +107,7 @@ _RULES: dict[Any, Callable[[Card, Sequence[Any], Sequence[torch.Tensor]], list[i
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     _aten.embedding_dense_backward.default: _embedding_backward,
+    _aten.binary_cross_entropy_with_logits.default: _loss_of_logits,
     _aten.convolution.default: _convolution,
     _aten.convolution_backward.default: _convolution_backward,
 }
