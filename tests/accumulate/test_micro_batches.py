@@ -9,8 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from batchwright.accumulate.accumulator import Accumulator
+from batchwright.errors import InvalidInputError
 from tests.accumulate.tagging import Watched, count_tokens, make_batches, make_tagger, sample_loss, token_loss
 from tests.oracle.big_batch import big_batch_gradient, joined, relative_error
 
@@ -223,3 +225,55 @@ def test_the_loop_of_the_front_page() -> None:
             printed.append(str(step))
     assert len(printed) == 1
     assert "3 samples" in printed[0]
+
+
+def class_weighted() -> tuple[nn.Linear, list[dict[str, torch.Tensor]], Any]:
+    torch.manual_seed(0)
+    x, y = torch.randn(24, 6, dtype=torch.float64), torch.randint(0, 5, (24,))
+    shared = torch.ones(5, dtype=torch.float64)
+    batches = [{"class_weights": shared, "x": x[part], "y": y[part]} for part in torch.arange(24).split(7)]
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch["x"]), batch["y"], weight=batch["class_weights"])
+
+    return nn.Linear(6, 5, dtype=torch.float64), batches, loss
+
+
+def test_a_batch_that_begins_with_what_all_samples_share_is_not_counted_by_it() -> None:
+    model, batches, loss = class_weighted()
+    optimizer = Watched(model)
+    accumulator = Accumulator(model, optimizer, len(batches))
+    with pytest.raises(InvalidInputError, match="its parts begin with 5 and 7"):
+        next(accumulator.micro_batches(batches))
+    whole = {name: torch.cat([batch[name] for batch in batches]) for name in ("x", "y")}
+    reference = torch.autograd.grad(loss(model, {**whole, "class_weights": torch.ones(5).double()}), model.parameters())
+    for batch in accumulator.micro_batches(batches, weight=lambda batch: len(batch["y"])):
+        accumulator.backward(loss(model, batch))
+    assert relative_error(optimizer.seen[0], reference) <= 1e-12
+
+
+def test_the_batch_size_of_a_loader_tells_the_samples_where_the_batch_does_not() -> None:
+    model, batches, loss = class_weighted()
+    rows = [(x, y) for batch in batches for x, y in zip(batch["x"], batch["y"], strict=True)]
+
+    def collate(samples: Any) -> dict[str, torch.Tensor]:
+        x, y = zip(*samples, strict=True)
+        return {"class_weights": torch.ones(5).double(), "x": torch.stack(x), "y": torch.stack(y)}
+
+    loader = torch.utils.data.DataLoader(rows, batch_size=7, collate_fn=collate)  # type: ignore[arg-type]
+    optimizer = Watched(model)
+    accumulator = Accumulator(model, optimizer, 4)
+    reference = torch.autograd.grad(loss(model, collate(rows)), model.parameters())
+    for batch in accumulator.micro_batches(loader):
+        step = accumulator.backward(loss(model, batch))
+    assert step is not None
+    assert step.samples == 24
+    assert relative_error(optimizer.seen[0], reference) <= 1e-12
+
+
+def test_a_batch_of_which_nothing_tells_the_samples_is_asked_about() -> None:
+    model = make_tagger()
+    accumulator = Accumulator(model, Watched(model), 2)
+    with pytest.raises(InvalidInputError, match=r"nothing tells how many samples(\n|.)*weight=1 where all"):
+        next(accumulator.micro_batches([object(), object()]))
+    assert next(accumulator.micro_batches([1, 2], weight=1)) == 1

@@ -212,3 +212,45 @@ def test_a_run_under_a_byte_budget_survives_one_long_batch_with_the_same_losses(
     assert [splits > 0 for _, _, splits in limited] == [False, True, False]
     assert [samples for _, samples, _ in limited] == [8, 8, 8]
     assert [loss for loss, _, _ in limited] == pytest.approx([loss for loss, _, _ in free], rel=1e-6)
+
+
+def test_a_failed_forward_does_not_move_running_statistics() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out = nn.BatchNorm1d(4), nn.Linear(4, 1)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = self.seen + len(x)  # replaced, not changed in place
+            x = self.norm(x)
+            if len(x) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+            result: torch.Tensor = self.out(x).mean()
+            return result
+
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    model, twin = Normed(), Normed()
+    with pytest.warns(UserWarning, match="batch normalization"):
+        accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), 2, on_oom="split")
+    for batch in accumulator.micro_batches([x[:4], x[4:]]):
+        step = accumulator.run(batch, lambda model, batch: model(batch))
+    assert step is not None
+    assert step.splits == 2
+    for piece in x.split(2):
+        twin(piece)
+    assert float(model.seen) == 8
+    assert int(model.norm.num_batches_tracked) == 4
+    torch.testing.assert_close(model.norm.running_mean, twin.norm.running_mean)
+
+
+def test_a_batch_that_cannot_be_cut_says_so_when_it_does_not_fit() -> None:
+    model = nn.Linear(4, 1)
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), 1, on_oom="split")
+
+    def full(model: nn.Module, batch: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    with pytest.raises(InvalidInputError, match="its parts begin with 4 and 5"):
+        accumulator.run({"weights": torch.ones(5), "x": torch.ones(4, 4)}, full, weight=lambda batch: 4)

@@ -138,7 +138,7 @@ class Accumulator:
         """Run forward and backward of a micro-batch; with `on_oom="split"` in pieces where it does not fit.
 
         `loss_fn(model, batch)` or `loss_fn(batch)` returns the loss; `weight` is a function of the batch, or a number
-        where nothing is split.
+        where nothing is split; by default the samples of the batch count.
         """
         if self._splits and weight is not None and not callable(weight):
             raise InvalidInputError(
@@ -151,12 +151,15 @@ class Accumulator:
             self._add(call_loss(loss_fn, self.model, batch), counts)
             return self._windows.done_with_one()
         count = weight if callable(weight) else self._weight if callable(self._weight) else None
+        awaited = self._windows.awaited
 
-        def run_piece(piece: Any) -> None:
-            share = counts if piece is batch else _share(counts, piece, batch, count)
+        def run_piece(piece: Any, part: float) -> None:
+            share = counts if piece is batch else _share(counts, piece, part, count)
             self._add(call_loss(loss_fn, self.model, piece), share)
 
-        self._windows.open(counts).splits += run_in_pieces(batch, run_piece, self._boundary.parameters)
+        window = self._windows.open(counts)
+        samples = None if awaited is None else awaited.num_samples
+        window.splits += run_in_pieces(batch, run_piece, self._boundary.parameters, self.model, samples=samples)
         return self._windows.done_with_one()
 
     def skip(self) -> Step | None:
@@ -218,13 +221,13 @@ class Accumulator:
             if given is None or not awaited.counts.window:
                 return awaited.counts
             return Totals(given, awaited.counts.samples, 1.0) if given else Totals()
-        counted = samples if batch is None else counted_micro_batch(batch, None).num_samples
-        return Totals(1.0 if given is None else given, float(counted or 0), 0.0 if given == 0 else 1.0)
+        if batch is not None:
+            return counted_micro_batch(batch, given).counts if given != 0 else Totals()
+        return Totals(1.0 if given is None else given, float(samples or 0), 0.0 if given == 0 else 1.0)
 
 
-def _share(counts: Totals, piece: Any, batch: Any, count: Callable[[Any], Any] | None) -> Totals:
+def _share(counts: Totals, piece: Any, part: float, count: Callable[[Any], Any] | None) -> Totals:
     """Return what a piece of a micro-batch counts: by the user's own function, else by its samples."""
-    part = (counted_micro_batch(piece, None).counts.samples) / (counted_micro_batch(batch, None).counts.samples)
     share = counts.times(part)
     return (
         share if count is None or not counts.window else Totals(check_weight(count(piece)), share.samples, share.window)

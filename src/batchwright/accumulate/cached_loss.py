@@ -13,6 +13,7 @@ Promises:
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
+
+
+_REMEDY = "samples=lambda batch: ... counts them, split=lambda batch, sizes: [...] cuts the batch"
 
 
 class CachedLoss:
@@ -58,13 +62,13 @@ class CachedLoss:
         *,
         micro_batch: int,
         split: Callable[..., Any] | None = None,
-        samples: Callable[[Any], int | None] = num_samples,
+        samples: Callable[[Any], int | None] | None = None,
     ) -> None:
         self.micro_batch = whole_number(micro_batch, "micro_batch")
         self._encode = encode
         self._loss = loss
         self._split = split
-        self._samples = samples
+        self._samples = partial(num_samples, remedy=_REMEDY) if samples is None else samples
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss of a batch; its `.backward()` leaves the gradient of the whole batch."""
@@ -94,7 +98,7 @@ class CachedLoss:
         if not total:
             raise InvalidInputError(
                 f"nothing tells how many samples the batch holds: {shortened(batch)}.",
-                remedy="samples=lambda batch: ... counts them, split=lambda batch, sizes: [...] cuts the batch",
+                remedy=_REMEDY,
             )
         full, rest = divmod(total, self.micro_batch)
         sizes = [self.micro_batch] * full + ([rest] if rest else [])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from batchwright.accumulate.loss_terms import Totals, check_weight
-from batchwright.device.cutting import cut, num_samples
+from batchwright.device.cutting import clear_num_samples, cut, num_samples
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened, whole_number
 
@@ -44,21 +44,29 @@ class MicroBatch:
         if num_pieces < 2 or samples < num_pieces or not (weight is None or callable(weight)):
             return [self]
         sizes = [samples // num_pieces + (index < samples % num_pieces) for index in range(num_pieces)]
-        pieces = [counted_micro_batch(piece, weight) for piece in cut(self.batch, sizes)]
+        parts = zip(cut(self.batch, sizes), sizes, strict=True)
+        pieces = [counted_micro_batch(piece, weight, size) for piece, size in parts]
         return [replace(piece, num_read=int(index == 0)) for index, piece in enumerate(pieces)]
 
 
-def counted_micro_batch(batch: Any, weight: Any) -> MicroBatch:
-    """Count a micro-batch: by the weight or the function given, else by its samples, else as 1.
+def counted_micro_batch(batch: Any, weight: Any, expected: int | None = None) -> MicroBatch:
+    """Count a micro-batch: by the weight or the function given, else by its samples, of which `expected` may be known.
 
     >>> import torch
     >>> counted_micro_batch(torch.ones(3, 2), None).counts
     Totals(units=3.0, samples=3.0, window=1.0)
     """
-    samples = num_samples(batch)
     if weight is None:
-        units = 1.0 if samples is None else float(samples)
+        samples = num_samples(batch, expected)
+        samples = expected if samples is None else samples
+        if samples is None:
+            raise InvalidInputError(
+                f"nothing tells how many samples a batch has: {shortened(batch)}.",
+                remedy="weight=lambda batch: ... counts it; weight=1 where all micro-batches count alike",
+            )
+        units = float(samples)
     else:
+        samples = clear_num_samples(batch, expected)
         units = check_weight(weight(batch) if callable(weight) else weight)
     return MicroBatch(batch, Totals(units, float(samples or 0), 1.0), samples)
 
@@ -141,8 +149,31 @@ class ReadAhead:
     ) -> Iterator[MicroBatch]:
         for index, batch in enumerate(loader):
             if index >= skip:
-                micro_batch = counted_micro_batch(batch, weight)
+                micro_batch = counted_micro_batch(batch, weight, _loaded(loader, index))
                 yield micro_batch if is_counted(index) else replace(micro_batch, counts=Totals())
+
+
+@dataclass
+class SizedBatches:
+    """Batches that were all made of as many samples, whatever their form."""
+
+    batches: Iterable[Any]
+    batch_size: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def _loaded(loader: Any, index: int) -> int | None:
+    """Return how many samples a DataLoader put into its `index`-th batch, where it says so."""
+    size = getattr(loader, "batch_size", None)
+    if not isinstance(size, int):
+        return None
+    try:
+        left = len(loader.sampler) - index * size
+    except (AttributeError, TypeError):
+        return size
+    return min(size, left) if left > 0 else size
 
 
 class WindowSizes:

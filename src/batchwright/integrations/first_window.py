@@ -16,7 +16,7 @@ from batchwright.accumulate.checks import batch_norms
 from batchwright.accumulate.gradients import Gradient, compare_modules, width_of
 from batchwright.accumulate.undisturbed import without_autocast
 from batchwright.accumulate.without_dropout import without_dropout
-from batchwright.device.cutting import num_samples
+from batchwright.device.cutting import clear_num_samples
 from batchwright.device.joining import join
 from batchwright.state.random_state import kept_random_state
 from batchwright.units import counted
@@ -76,7 +76,7 @@ class FirstWindow:
             self.leave()
         error, dtype = self._gradient.error_to(reference), width_of(self._model)
         is_exact = error is not None and error <= TOLERANCES[dtype]
-        sizes = tuple(num_samples(batch) or 1 for batch in self._batches)
+        sizes = tuple(clear_num_samples(batch) or 1 for batch in self._batches)
         cause = None
         if not is_exact:
             cause = cause_by_weights(self._gradient, reference, parts, self._accumulation)

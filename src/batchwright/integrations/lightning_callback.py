@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from batchwright.accumulate.without_dropout import without_dropout
-from batchwright.device.cutting import num_samples
+from batchwright.device.cutting import clear_num_samples
 from batchwright.errors import import_extra
 from batchwright.integrations.live_batch import LiveBatch, ShowsLiveBatch, check_flag
 from batchwright.integrations.trackers import tracker_for
@@ -92,7 +92,7 @@ class BatchwrightCallback(ShowsLiveBatch, Callback):
             self._auditor.on_train_batch_start(trainer, pl_module, batch, batch_idx)
         is_first, self._is_new_epoch = self._is_new_epoch, False
         if is_first:
-            size = None if self._live.is_by_budget else self._given or num_samples(batch)
+            size = None if self._live.is_by_budget else self._given or clear_num_samples(batch)
             if self._watched is None or size != self._live.micro_batch:
                 self._measure(trainer, size)
         if self._watched is not None:

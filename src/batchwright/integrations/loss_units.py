@@ -34,7 +34,7 @@ def count_units(trainer: Any, unit: str, batch: Mapping[str, Any]) -> torch.Tens
     """
     labels = batch.get("labels")
     if unit == "samples":
-        return torch.tensor(num_samples(dict(batch)) or 0, device=getattr(labels, "device", None))
+        return torch.tensor(_samples_of(batch) or 0, device=getattr(labels, "device", None))
     if unit == "micro-batches":
         return torch.tensor(1, device=getattr(labels, "device", None))
     assert isinstance(labels, torch.Tensor)
@@ -45,9 +45,16 @@ def count_units(trainer: Any, unit: str, batch: Mapping[str, Any]) -> torch.Tens
     return labels.ne(_IGNORED).sum()
 
 
+def _samples_of(batch: Mapping[str, Any]) -> int | None:
+    labels = batch.get("labels")
+    # What all samples share may be in the batch too; labels, where there are any, are theirs.
+    expected = labels.size(0) if isinstance(labels, torch.Tensor) and labels.dim() else None
+    return num_samples(dict(batch), expected, remedy="leave what all samples share to the model or the collator")
+
+
 def measure_unit(trainer: Any, batch: Mapping[str, Any]) -> str:
     """Return the unit of a trainer's loss, "sum" for one that is a sum, "micro-batches" where none of them fits."""
-    samples = num_samples(dict(batch)) or 0
+    samples = _samples_of(batch) or 0
     labels = batch.get("labels")
     if samples < 2:
         return "labels" if isinstance(labels, torch.Tensor) else "samples"

@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import Subset, default_collate
 
 from batchwright.accumulate.accumulator import Accumulator
+from batchwright.accumulate.read_ahead import SizedBatches
 from batchwright.device.batches import make_batch, move_batch
-from batchwright.device.cutting import num_samples
 from batchwright.device.step import evaluating
 from batchwright.device.step_checks import checked_loss
 from batchwright.errors import InvalidInputError
@@ -134,7 +134,7 @@ class SeedBranches:
         accumulator = Accumulator(trained.model, list(trained.optimizers), accumulation)
         population = None if self._workload.data is None else len(self._workload.data)
         noise = NoiseScale(accumulator, window=math.inf, population=population) if watch_until else None
-        loader = itertools.islice(trained.batches(size, accumulation), steps * accumulation)
+        loader = SizedBatches(itertools.islice(trained.batches(size, accumulation), steps * accumulation), size)
         for micro in accumulator.micro_batches(loader, weight=self._workload.units):
             loss = checked_loss(self._loss(trained.model, micro))
             if not bool(torch.isfinite(loss.detach()).all()):
@@ -147,24 +147,20 @@ class SeedBranches:
                 noise.close()
             yield step.number
 
-    def _held_out_batches(self) -> list[Any]:
-        """Return what branches are judged on, in pieces that fit."""
+    def _held_out_batches(self) -> list[tuple[Any, int]]:
+        """Return what branches are judged on, in pieces that fit, each with its number of samples."""
         number = self._num_held_out if self._held_out is None else len(self._held_out)
         each = min(self._largest or number, number)
         sizes = [min(each, number - start) for start in range(0, number, each)]
         if self._held_out is None:
-            return [make_batch(self._workload, size, self._shape, self._device) for size in sizes]
+            return [(make_batch(self._workload, size, self._shape, self._device), size) for size in sizes]
         samples, collate = iter(self._held_out), self._workload.collate or default_collate
-        return [move_batch(collate(list(itertools.islice(samples, size))), self._device) for size in sizes]
+        return [(move_batch(collate(list(itertools.islice(samples, size))), self._device), size) for size in sizes]
 
-    def _judge(self, trained: Trained, batches: list[Any]) -> float:
+    def _judge(self, trained: Trained, batches: list[tuple[Any, int]]) -> float:
         total = units = 0.0
         with torch.no_grad(), evaluating(trained.model):
-            for batch in batches:
-                weight = self._weight(batch)
+            for batch, size in batches:
+                weight = float(size if self._workload.units is None else self._workload.units(batch))
                 total, units = total + weight * float(self._loss(trained.model, batch)), units + weight
         return total / units if math.isfinite(total) else math.inf
-
-    def _weight(self, batch: Any) -> float:
-        counted_units = self._workload.units
-        return float(counted_units(batch) if counted_units is not None else num_samples(batch) or 1)

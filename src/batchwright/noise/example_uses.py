@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from batchwright.device.batches import tensors_in
-from batchwright.device.cutting import num_samples
+from batchwright.device.cutting import clear_num_samples
 from batchwright.noise.weak_hook import WeakHook
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class UseLog:
         self._forget()
         self.failure = None
         self.num_passes += 1
-        self.num_samples = num_samples((args, kwargs))
+        self.num_samples = clear_num_samples((args, kwargs))
         self._given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
         if any(mixes_samples(module) for module in self._batch_norms):
             self.fail("batch normalization: a sample has no gradient of its own")

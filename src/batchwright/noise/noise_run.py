@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchwright.accumulate.accumulator import Accumulator
+from batchwright.accumulate.read_ahead import SizedBatches
 from batchwright.device.device import open_device
 from batchwright.device.step_checks import checked_loss
 from batchwright.errors import BatchwrightError, InvalidInputError
@@ -92,7 +93,7 @@ def measure_noise(
         batches = itertools.islice(trained.batches(size, accumulation), steps * accumulation)
         start = said = time.monotonic()
         num_bad = 0
-        for batch in accumulator.micro_batches(batches, weight=workload.units):
+        for batch in accumulator.micro_batches(SizedBatches(batches, size), weight=workload.units):
             loss = checked_loss(workload.loss(trained.model, batch))
             is_bad = not bool(torch.isfinite(loss.detach()).all())
             num_bad = num_bad + 1 if is_bad else 0

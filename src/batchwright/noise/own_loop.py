@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchwright.accumulate.parallel import how_spread
-from batchwright.device.cutting import num_samples
+from batchwright.device.cutting import possible_sizes
 from batchwright.noise.example_norms import ExampleNorms, UnknownModuleError
 from batchwright.noise.gradient_squares import squares_of_gradients
 from batchwright.noise.leaves import LeafSquares, Weights, remove_all
@@ -113,10 +113,8 @@ class OwnLoop:
             self._sink.skip(DROPPED)
             self._drop()
         self._num_forward += 1
-        # A tuple has no length of its own to be taken for the samples; without tensors, the first list tells.
-        given = (*args, *kwargs.values())
-        size = num_samples(given) or next(filter(None, map(num_samples, given)), None)
-        if size is not None and size != self._micro_batch:
+        sizes = possible_sizes((*args, *kwargs.values()))
+        if sizes and self._micro_batch not in sizes:
             self._sums.reason = self._sums.reason or OTHER_SIZES
         self._wait()
 
