@@ -11,9 +11,27 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batchwright.accumulate.audit_result import TOLERANCES, Audit, SplitAudit
+from batchwright.accumulate.audit_result import TOLERANCES, Audit, Cause, Compared, SplitAudit
 from batchwright.accumulate.audit_subject import Subject
-from batchwright.accumulate.causes import BATCH_NORM, NO_STEP, TAIL_DROPPED, Cause, Evidence, likely_cause
+from batchwright.accumulate.causes import (
+    BATCH_NORM,
+    NO_MEAN,
+    NO_STEP,
+    NOT_ZEROED,
+    OTHER_OPTIMIZER,
+    RANDOM_LOSS,
+    REPEATED,
+    SCALED,
+    SEVERAL_STEPS,
+    STEPPED_BY_HAND,
+    TAIL_DROPPED,
+    WINDOWS_DIFFER,
+    Evidence,
+    carried_over,
+    defects_of,
+    likely_cause,
+    without_clip_by_hand,
+)
 from batchwright.accumulate.gradients import Gradient, compare_modules
 from batchwright.accumulate.splits import read_splits
 from batchwright.accumulate.synchronisations import judge_synchronisations
@@ -60,8 +78,26 @@ class Comparable(Protocol):
         """Return the gradient of the loss of one batch."""
         ...
 
-    def accumulated(self, micro_batches: Sequence[Any]) -> CaughtWindow:
+    def accumulated(self, micro_batches: Sequence[Any], *, detailed: bool = False, seed: int = 0) -> CaughtWindow:
         """Return what the loop would step with."""
+        ...
+
+    def twice(self, micro_batches: Sequence[Any]) -> list[CaughtWindow]:
+        """Return two windows in a row on the same samples; one where only one can be run."""
+        ...
+
+    @property
+    def stepped_names(self) -> set[str]:
+        """The weights that an optimizer steps."""
+        ...
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the loss is random even without dropout."""
+        ...
+
+    def compared_with(self, sizes: Sequence[int]) -> Compared:
+        """Return what `reference` is, and whether that is the gradient of the big batch."""
         ...
 
 
@@ -109,32 +145,95 @@ def audit_workload(
 def audit_subject(
     subject: Comparable, sizes: Sequence[tuple[int, ...]], tails: Sequence[tuple[int, ...]], *, name: str, what: str
 ) -> Audit:
-    """Compare every split, and look for the cause where the worst of them is off."""
+    """Compare every split, run a second window after the first, and look for the cause of what is off."""
     accumulation = len(sizes[0])
     with subject.open():
-        tried = [_try_split(subject, split, accumulation) for split in (*sizes, *tails)]
-        causes = [None if one.result.exact else _find_cause(subject, one, accumulation) for one in tried]
+        windows = subject.twice(subject.micro_batches(sizes[0]))
+        tried = [_try_split(subject, sizes[0], accumulation, windows[0])]
+        tried += [_try_split(subject, split, accumulation) for split in (*sizes[1:], *tails)]
+        tried = [_before_clip_by_hand(subject, one, accumulation) for one in tried]
+        defects, condition = _defects(subject, tried[0], windows)
+        causes = [
+            None if one.result.exact or subject.is_random else _find_cause(subject, one, accumulation, defects)
+            for one in tried
+        ]
+        causes = _in_keeping(causes)
+        compared = subject.compared_with(sizes[0])
     # What is wrong in every window comes before what is wrong in the last one.
     worst = max(range(len(tried)), key=lambda i: _how_bad(tried[i], is_tail=i >= len(sizes)))
-    cause = causes[worst]
+    found = _first_to_fix(subject, tried, compared, causes[worst], defects)
     splits = [replace(one.result, cause=why.name if why else None) for one, why in zip(tried, causes, strict=True)]
-    others = {why.name: why for why in causes if why is not None and why is not cause}
+    named = found.name if found else ""
+    others = {why.name: why for why in (*causes, *defects) if why is not None and why.name != named}
+    second = None
+    if len(windows) > 1:
+        mine, theirs = windows[1].gradient, windows[0].gradient
+        second = mine.ratio_to(theirs), mine.error_to(theirs)
     return Audit(
         name=name,
         what=what,
         dtype=subject.dtype,
         splits=tuple(splits),
         worst=splits[worst],
-        modules=compare_modules(tried[worst].caught.gradient, tried[worst].reference),
-        cause=cause.name if cause else None,
-        remedy=cause.remedy if cause else None,
-        explanation=cause.explanation if cause else "",
+        modules=compare_modules(tried[worst].judged, tried[worst].reference),
+        cause=(found.name or None) if found else None,
+        remedy=found.remedy if found else None,
+        explanation=found.explanation if found else "",
         notes=(
             *_nothing_accumulated(tried),
+            *(compared.note,) * bool(compared.note),
             *subject.notes,
+            *dict.fromkeys(one.note for one in tried if one.note),
+            *(f"{why.name}: {why.explanation}; {why.remedy}" for why in (condition,) if why is not None),
             *(f"also {why.name}: {why.explanation}; {why.remedy}" for why in others.values()),
         ),
+        defects=tuple(defects),
+        condition=condition,
+        second_window=second,
+        is_random=subject.is_random,
+        compared_with=compared.name,
+        reference_error=compared.error,
+        is_reference_right=compared.is_right,
     )
+
+
+def _in_keeping(causes: list[Cause | None]) -> list[Cause | None]:
+    """One micro-batch alone cannot tell a factor from a repetition: the full window can."""
+    repeated = next((cause for cause in causes if cause is not None and cause.name == REPEATED.name), None)
+    if repeated is None:
+        return causes
+    return [repeated if cause is not None and cause.name == SCALED.name else cause for cause in causes]
+
+
+def _first_to_fix(
+    subject: Comparable,
+    tried: Sequence[_Tried],
+    compared: Compared,
+    worst: Cause | None,
+    defects: Sequence[Cause],
+) -> Cause | None:
+    """Return what to mend first: what nothing else can be judged without, then the gradient, then the loop's order."""
+    is_off = any(not one.result.exact for one in tried)
+    if subject.is_random and (is_off or not compared.is_right):
+        return RANDOM_LOSS
+    if not compared.is_right:
+        return NO_MEAN
+    return worst or next(iter(defects), None)
+
+
+def _defects(subject: Comparable, first: _Tried, windows: Sequence[CaughtWindow]) -> tuple[list[Cause], Cause | None]:
+    """Return what is wrong with the loop whatever its gradient is, and what must be true outside of it."""
+    defects = defects_of(first.caught, len(first.sizes))
+    condition = None
+    if len(windows) > 1:
+        carried = carried_over(windows[0], windows[1], subject.stepped_names, TOLERANCES[subject.dtype])
+        if subject.is_random and carried is not None and carried.name == WINDOWS_DIFFER.name:
+            carried = None
+        if carried is not None and carried.name == NOT_ZEROED.name:
+            condition = carried
+        elif carried is not None:
+            defects.append(carried)
+    return defects, condition
 
 
 def _nothing_accumulated(tried: Sequence[_Tried]) -> list[str]:
@@ -152,24 +251,58 @@ class _Tried:
     sizes: tuple[int, ...]
     reference: Gradient
     caught: CaughtWindow
+    judged: Gradient
+    """What is compared: the gradient at the step, or before a clip by hand."""
     result: SplitAudit
+    note: str = ""
 
 
-def _try_split(subject: Comparable, sizes: Sequence[int], accumulation: int) -> _Tried:
+def _try_split(
+    subject: Comparable, sizes: Sequence[int], accumulation: int, caught: CaughtWindow | None = None
+) -> _Tried:
     reference = subject.reference(sizes)
-    caught = subject.accumulated(subject.micro_batches(sizes))
-    error = caught.gradient.error_to(reference)
+    caught = caught or subject.accumulated(subject.micro_batches(sizes))
+    return _judged(subject, sizes, accumulation, reference, caught, caught.gradient)
+
+
+def _judged(
+    subject: Comparable,
+    sizes: Sequence[int],
+    accumulation: int,
+    reference: Gradient,
+    caught: CaughtWindow,
+    gradient: Gradient,
+) -> _Tried:
+    error = gradient.error_to(reference)
     is_exact = error is not None and error <= TOLERANCES[subject.dtype] and caught.has_stepped
     note = "" if caught.has_stepped else "no step; what it left behind"
     if len(sizes) < accumulation:
         note = note or f"the last, {len(sizes)} of {accumulation}"
-    result = SplitAudit(tuple(sizes), caught.gradient.ratio_to(reference), error, is_exact, note=note)
-    return _Tried(tuple(sizes), reference, caught, result)
+    result = SplitAudit(tuple(sizes), gradient.ratio_to(reference), error, is_exact, note=note)
+    return _Tried(tuple(sizes), reference, caught, gradient, result)
 
 
-def _find_cause(subject: Comparable, worst: _Tried, accumulation: int) -> Cause:
+def _before_clip_by_hand(subject: Comparable, tried: _Tried, accumulation: int) -> _Tried:
+    """Return the split judged before a clip that the loop makes by hand, where two windows show one."""
+    if tried.result.exact or not tried.caught.has_stepped or subject.is_random:
+        return tried
+    parts = subject.micro_batches(tried.sizes)
+    full = subject.accumulated(parts, detailed=True)
+    # Another window beside it: the same samples in part, or one of them twice.
+    other = subject.accumulated(parts[:1] if len(parts) > 1 else [parts[0], parts[0]], detailed=True)
+    before = without_clip_by_hand(full, other, TOLERANCES[subject.dtype])
+    if before is None:
+        return tried
+    judged = _judged(subject, tried.sizes, accumulation, tried.reference, tried.caught, before)
+    return replace(judged, note="the loop clips by hand; it was judged before its clipping")
+
+
+def _find_cause(subject: Comparable, worst: _Tried, accumulation: int, defects: Sequence[Cause]) -> Cause:
     if not worst.caught.has_stepped:
-        return TAIL_DROPPED if len(worst.sizes) < accumulation else NO_STEP
+        by_hand = next((d for d in defects if d.name in (OTHER_OPTIMIZER.name, STEPPED_BY_HAND.name)), None)
+        return by_hand or (TAIL_DROPPED if len(worst.sizes) < accumulation else NO_STEP)
+    if worst.caught.steps > 1 and not worst.caught.steps_alike:
+        return next(d for d in defects_of(worst.caught, len(worst.sizes)) if d.name == SEVERAL_STEPS.name)
     if subject.has_batch_norm:
         with subject.frozen_statistics():
             again = _try_split(subject, worst.sizes, accumulation)
@@ -181,17 +314,16 @@ def _find_cause(subject: Comparable, worst: _Tried, accumulation: int) -> Cause:
 
 def _from_evidence(subject: Comparable, tried: _Tried, accumulation: int) -> Cause:
     parts = subject.micro_batches(tried.sizes)
-    first = parts[0]
-    singles = [subject.of_loss(part) for part in parts]
     return likely_cause(
         Evidence(
-            accumulated=tried.caught.gradient,
+            accumulated=tried.judged,
             reference=tried.reference,
-            parts=singles,
-            repeated={n: subject.accumulated([first] * n).gradient for n in (1, 2)},
-            single=singles[0],
+            parts=[subject.of_loss(part) for part in parts],
+            repeated={n: subject.accumulated([parts[0]] * n).gradient for n in (1, 2, 3)},
             accumulation=accumulation,
             tolerance=TOLERANCES[subject.dtype],
+            trace=subject.accumulated(parts, detailed=True).trace if tried.judged is tried.caught.gradient else None,
+            reseeded=subject.accumulated(parts, seed=1).gradient if tried.judged is tried.caught.gradient else None,
         )
     )
 

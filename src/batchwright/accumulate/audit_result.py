@@ -16,6 +16,28 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 TOLERANCES = {"fp32": 1e-5, "fp64": 1e-10}
+BIG_BATCH = "the big batch"
+MEAN_OF_PARTS = "its micro-batches, averaged by units with random numbers replayed"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A defect by name, what it does, and what to do about it."""
+
+    name: str
+    explanation: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What an accumulated gradient is compared with."""
+
+    name: str = BIG_BATCH
+    error: float | None = None
+    """Beside the big batch; None where it is the big batch, or where that could not be asked."""
+    is_right: bool = True
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,12 +93,30 @@ class Audit(PrintedResult):
     notes: tuple[str, ...] = ()
     is_synchronised: bool = True
     """False where the loop was seen to leave ranks with gradients of their own."""
+    defects: tuple[Cause, ...] = ()
+    """What is wrong with the loop whatever its gradient: clipped too early, stepped twice, never zeroed in part."""
+    condition: Cause | None = None
+    """What must be true outside of the loop for it to be right; None where nothing must."""
+    second_window: tuple[float | None, float | None] | None = None
+    """Ratio and relative error of a second window on the same samples, beside the first; None where none ran."""
+    is_random: bool = False
+    """Whether the loss is random even without dropout: then no cause is named."""
+    compared_with: str = BIG_BATCH
+    """What the accumulated gradient was compared with."""
+    reference_error: float | None = None
+    """Of what was compared with, beside the big batch, dropout off; None where they are the same thing, or unknown."""
+    is_reference_right: bool = True
     source: str = "measured"
 
     @property
     def exact(self) -> bool:
-        """Whether every split gave the gradient of the big batch, on all ranks."""
-        return self.is_synchronised and all(split.exact for split in self.splits)
+        """Whether every split gave the gradient it was compared with, on all ranks, in a loop without a defect."""
+        return self.is_synchronised and self.has_exact_gradient and self.is_reference_right and not self.defects
+
+    @property
+    def has_exact_gradient(self) -> bool:
+        """Whether every split gave the gradient it was compared with, whatever else the loop does."""
+        return all(split.exact for split in self.splits)
 
     @property
     def ratio(self) -> float | None:
@@ -103,12 +143,21 @@ class Audit(PrintedResult):
             "what": self.what,
             "dtype": self.dtype,
             "exact": self.exact,
+            "gradient_exact": self.has_exact_gradient,
+            "compared_with": self.compared_with,
+            "reference_error": self.reference_error,
+            "random": self.is_random,
             "ratio": self.ratio,
             "relative_error": self.relative_error,
             "worst_module": self.worst_module,
             "cause": self.cause,
             "remedy": self.remedy,
             "explanation": self.explanation,
+            "defects": [asdict(defect) for defect in self.defects],
+            "condition": asdict(self.condition) if self.condition else None,
+            "second_window": None
+            if self.second_window is None
+            else {"ratio": self.second_window[0], "relative_error": self.second_window[1]},
             "splits": [{"split": split.name, **asdict(split), "sizes": list(split.sizes)} for split in self.splits],
             "modules": [asdict(module) for module in self.modules],
             "notes": list(self.notes),

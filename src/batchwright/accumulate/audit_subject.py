@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from batchwright.accumulate.caught_window import catch_window, plain_window
+from batchwright.accumulate.audit_result import MEAN_OF_PARTS, TOLERANCES, Compared
+from batchwright.accumulate.caught_window import catch_windows, plain_window
 from batchwright.accumulate.checks import as_list, batch_norms
 from batchwright.accumulate.freezing import frozen_statistics
-from batchwright.accumulate.gradients import Gradient, combined
+from batchwright.accumulate.gradients import Gradient, combined, named_weights
 from batchwright.accumulate.read_ahead import counted_micro_batch
 from batchwright.accumulate.undisturbed import without_autocast
 from batchwright.accumulate.without_dropout import without_dropout
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 _NARROW = (torch.bfloat16, torch.float16)
+# Of a random loss, to tell whether it is a mean.
+_DRAWS = 16
 
 
 class SeededMicroBatches(list[Any]):
@@ -68,6 +72,7 @@ class Subject:
         self.notes: list[str] = []
         self._workload = workload
         self._replays = dropout == "replayed"
+        self.is_random = False
         with kept_random_state():
             torch.manual_seed(0)  # asked twice, it answers the same
             given = workload.model
@@ -98,11 +103,12 @@ class Subject:
         with ExitStack() as stack:
             stack.enter_context(kept_random_state())
             cast = stack.enter_context(without_autocast())
+            with without_dropout(self.model):
+                self._look_for_randomness()
             if not self._replays:
                 off = stack.enter_context(without_dropout(self.model))
                 if off:
                     self.notes.append(f"dropout was off ({counted(len(off), 'place')})")
-                self._look_for_randomness()
             yield
             if cast:
                 self.notes.append(f"autocast to {cast[0].removeprefix('torch.')} was off: compared in {self.dtype}")
@@ -130,17 +136,78 @@ class Subject:
         self.model.zero_grad(set_to_none=True)
         return gradient
 
-    def accumulated(self, micro_batches: Sequence[Any]) -> CaughtWindow:
+    def accumulated(self, micro_batches: Sequence[Any], *, detailed: bool = False, seed: int = 0) -> CaughtWindow:
         """Return what the loop would step with."""
+        return self._windows(micro_batches, times=1, detailed=detailed, seed=seed)[0]
+
+    def twice(self, micro_batches: Sequence[Any]) -> list[CaughtWindow]:
+        """Return two windows in a row; one where no loop was handed in."""
+        return self._windows(micro_batches, times=1 if self._workload.window is None else 2)
+
+    def _windows(
+        self, micro_batches: Sequence[Any], *, times: int, detailed: bool = False, seed: int = 0
+    ) -> list[CaughtWindow]:
         assert self._workload.loss is not None
         window = self._workload.window or plain_window(self._workload.loss)
-        torch.manual_seed(0)
-        handed = SeededMicroBatches(micro_batches) if self._replays else list(micro_batches)
+
+        def handed() -> list[Any]:
+            torch.manual_seed(seed)
+            return SeededMicroBatches(micro_batches) if self._replays else list(micro_batches)
+
         with self._kept_buffers():
-            caught = catch_window(window, self.model, as_list(self._optimizers), handed)
-        if caught.has_clipped and (told := "the loop clips; it was judged before its clipping") not in self.notes:
-            self.notes.append(told)
+            caught = catch_windows(
+                window, self.model, as_list(self._optimizers), handed, times=times, detailed=detailed
+            )
+        if caught[0].has_clipped and (note := "the loop clips; it was judged before its clipping") not in self.notes:
+            self.notes.append(note)
         return caught
+
+    @property
+    def stepped_names(self) -> set[str]:
+        """The weights that an optimizer steps."""
+        groups = [group for optimizer in as_list(self._optimizers) for group in optimizer.param_groups]
+        stepped = {id(weight) for group in groups for weight in group["params"]}
+        return {name for name, weight in named_weights(self.model).items() if id(weight) in stepped}
+
+    def compared_with(self, sizes: Sequence[int]) -> Compared:
+        """Return what a replay compares with, and whether that is the big batch where dropout is off."""
+        if not self._replays:
+            return Compared()
+        if self.is_random:
+            return self._compared_by_loss(sizes)
+        with without_dropout(self.model):
+            parts = self.micro_batches(sizes)
+            mean = combined([self.of_loss(part) for part in parts], self._shares(parts))
+            error = mean.error_to(self.of_loss(self.micro_batches([sum(sizes)])[0]))
+        is_right = error is not None and error <= TOLERANCES[self.dtype]
+        note = "the mean of its micro-batches by units is the gradient of the big batch where dropout is off (checked)"
+        return Compared(MEAN_OF_PARTS, error, is_right, note if is_right else "")
+
+    def _compared_by_loss(self, sizes: Sequence[int]) -> Compared:
+        """Compare losses over several draws: the mean of a random loss is all that can be told of it."""
+        assert self._workload.loss is not None
+        parts, whole = self.micro_batches(sizes), self.micro_batches([sum(sizes)])[0]
+        shares, gaps, means = self._shares(parts), [], []
+        for draw in range(_DRAWS):
+            torch.manual_seed(draw)
+            with self._kept_buffers(), torch.no_grad():
+                big = float(self._workload.loss(self.model, whole))
+                mean = sum(s * float(self._workload.loss(self.model, p)) for s, p in zip(shares, parts, strict=True))
+            gaps.append(big - mean)
+            means.append(mean)
+        center, spread = statistics.fmean(gaps), statistics.stdev(gaps) / _DRAWS**0.5
+        not_asked = "the loss is random: the gradient was not compared with that of the big batch"
+        if abs(center) <= 5 * spread:
+            return Compared(MEAN_OF_PARTS, None, True, not_asked)
+        ratio = 1 + center / statistics.fmean(means) if statistics.fmean(means) else math.nan
+        differs = (
+            f"{not_asked}, and over {_DRAWS} draws its loss is about {ratio:.2g} times the mean of its micro-batches'"
+        )
+        return Compared(MEAN_OF_PARTS, None, False, f"{differs}: it is no mean over these units")
+
+    def _shares(self, micro_batches: Sequence[Any]) -> list[float]:
+        units = [self._units(micro_batch) for micro_batch in micro_batches]
+        return [unit / sum(units) for unit in units]
 
     @contextmanager
     def frozen_statistics(self) -> Iterator[None]:
@@ -149,9 +216,8 @@ class Subject:
             yield
 
     def _replayed(self, micro_batches: Sequence[Any]) -> Gradient:
-        units = [self._units(micro_batch) for micro_batch in micro_batches]
         gradients = [self.of_loss(micro_batch, seed) for seed, micro_batch in enumerate(micro_batches)]
-        return combined(gradients, [unit / sum(units) for unit in units])
+        return combined(gradients, self._shares(micro_batches))
 
     def _units(self, micro_batch: Any) -> float:
         return counted_micro_batch(micro_batch, self._workload.units).counts.units
@@ -163,11 +229,9 @@ class Subject:
             for seed in (0, 1):
                 torch.manual_seed(seed)
                 losses.append(float(_usable(self._workload.loss(self.model, self._batch)).detach()))
-        if losses[0] != losses[1]:
-            self.notes.append(
-                f"the loss is random even without dropout ({losses[0]:.6g}, then {losses[1]:.6g}): what differs may be "
-                "that, and dropout='replayed' replays it"
-            )
+        self.is_random = losses[0] != losses[1]
+        if self.is_random:
+            self.notes.append(f"the loss is random even without dropout ({losses[0]:.6g}, then {losses[1]:.6g})")
 
     @contextmanager
     def _kept_buffers(self) -> Iterator[None]:

@@ -1,78 +1,223 @@
-"""Run somebody's accumulation loop up to its optimizer step, and take the gradient from there.
+"""Run somebody's accumulation loop to its end, and take the gradient from where its optimizer steps.
 
 Promises:
-- the optimizer never steps: the weights are what they were;
+- the optimizer never steps: a step only takes the gradient, and the loop goes on to its end;
+- weights, learning rates and the optimizer's own `step` are afterwards what they were;
 - a loop that clips is judged by the gradient before its clipping, because clipping hides what is asked here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import types
+import warnings
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.accumulate.gradients import Gradient
-from batchwright.accumulate.undisturbed import without_clipping
+from batchwright.accumulate.gradients import Gradient, named_weights
+from batchwright.accumulate.loop_watch import Habits, LoopWatch, Trace
+from batchwright.accumulate.undisturbed import listening, without_clipping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
 
 class _Caught(BaseException):
-    """Ends the loop at its optimizer step; no `except Exception` of the user's holds it up."""
+    """Ends the loop where an optimizer would really step; no `except Exception` of the user's holds it up."""
 
 
 @dataclass(frozen=True)
 class CaughtWindow:
-    """What a loop was about to step with."""
+    """What a loop was about to step with, and what it did on its way there."""
 
     gradient: Gradient
     has_stepped: bool
     """Whether it came to an optimizer step at all; if not, the gradient is what it left behind."""
     has_clipped: bool
+    steps: int = 1
+    """Most steps of one optimizer."""
+    steps_alike: bool = False
+    """Whether every further step had the gradient of the first."""
+    other_optimizer: str | None = None
+    """The kind of an optimizer of the loop's own that would have stepped the model."""
+    has_changed_weights: bool = False
+    habits: Habits = field(default_factory=Habits)
+    trace: Trace | None = None
 
 
 def catch_window(
-    window: Callable[..., Any], model: nn.Module, optimizers: Sequence[Any], micro_batches: Sequence[Any]
+    window: Callable[..., Any],
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    micro_batches: Sequence[Any],
+    *,
+    detailed: bool = False,
 ) -> CaughtWindow:
-    """Call `window(model, optimizer, micro_batches)` and stop it where its optimizer would step."""
+    """Call `window(model, optimizer, micro_batches)` once, from no gradients; leave none."""
+    return catch_windows(window, model, optimizers, lambda: micro_batches, times=1, detailed=detailed)[0]
+
+
+def catch_windows(
+    window: Callable[..., Any],
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    micro_batches: Callable[[], Sequence[Any]],
+    *,
+    times: int,
+    detailed: bool = False,
+) -> list[CaughtWindow]:
+    """Run the loop so often in a row, with the same weights: what one window leaves behind the next one finds."""
     model.zero_grad(set_to_none=True)
-    caught: list[Gradient] = []
+    caught: list[CaughtWindow] = []
+    for _ in range(times):
+        run = _Run(model, optimizers, detailed=detailed)
+        caught.append(run.window(window, micro_batches()))
+        if run.was_ended:
+            break
+    model.zero_grad(set_to_none=True)
+    return caught
 
-    def stop(_: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        # The optimizer itself is the first of them.
-        closure = arguments[1] if len(arguments) > 1 else options.get("closure")
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
-        caught.append(Gradient.of(model))
-        raise _Caught
 
-    handles = [optimizer.register_step_pre_hook(stop) for optimizer in optimizers]
-    handed = optimizers[0] if len(optimizers) == 1 else tuple(optimizers)
-    with without_clipping() as clipped:
+class _Run:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any], *, detailed: bool) -> None:
+        self._model = model
+        self._optimizers = list(optimizers)
+        self._weights = named_weights(model)
+        self._watch = LoopWatch(model, optimizers, detailed=detailed)
+        self._steps: list[list[dict[str, torch.Tensor]]] = [[] for _ in self._optimizers]
+        self._other: str | None = None
+        self.was_ended = False
+
+    def window(self, window: Callable[..., Any], micro_batches: Sequence[Any]) -> CaughtWindow:
+        handed = self._optimizers[0] if len(self._optimizers) == 1 else tuple(self._optimizers)
+        watch = self._watch
+        with ExitStack() as stack:
+            before = stack.enter_context(self._kept())
+            stack.enter_context(self._steps_taken_aside())
+            stack.enter_context(without_clipping(watch.clips))
+            stack.enter_context(listening(watch.unscales, watch.schedules, self._really_steps))
+            stack.enter_context(watch.open())
+            stack.enter_context(warnings.catch_warnings())
+            # A schedule that belongs to another optimizer than this copy's misses the steps of that one.
+            warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\).*before.*optimizer\.step")
+            try:
+                window(self._model, handed, micro_batches)
+            except _Caught:
+                self.was_ended = True
+            has_changed = any(not torch.equal(weight.detach(), before[n]) for n, weight in self._weights.items())
+        longest = max(self._steps, key=len)
+        return CaughtWindow(
+            gradient=self._gradient(),
+            has_stepped=bool(longest),
+            has_clipped=watch.habits.num_clips > 0,
+            steps=max(len(longest), 1),
+            steps_alike=all(_are_equal(longest[0], later) for later in longest[1:]),
+            other_optimizer=self._other,
+            has_changed_weights=has_changed,
+            habits=watch.habits,
+            trace=watch.trace,
+        )
+
+    def _gradient(self) -> Gradient:
+        """Each weight's gradient at the first step of its own optimizer; what is left behind where none has it."""
+        taken = Gradient.of(self._model).by_name
+        first_of_all = next((steps[0] for steps in self._steps if steps), None)
+        if first_of_all is not None:
+            taken |= first_of_all
+        for optimizer, steps in zip(reversed(self._optimizers), reversed(self._steps), strict=True):
+            if steps:
+                own = _ids(optimizer)
+                taken |= {n: value for n, value in steps[0].items() if id(self._weights[n]) in own}
+        return Gradient(taken)
+
+    def _step(self, index: int, optimizer: Any) -> None:
+        scale = getattr(optimizer, "grad_scale", None)
+        if float(getattr(optimizer, "found_inf", None) or 0):
+            return
+        gradient = Gradient.of(self._model)
+        # A fused optimizer divides by the scale itself.
+        self._steps[index].append((gradient if scale is None else gradient.times(1 / float(scale))).by_name)
+        self._watch.steps(optimizer)
+
+    @contextmanager
+    def _steps_taken_aside(self) -> Iterator[None]:
+        """Have `step` of each optimizer run its closure and take the gradient, and change nothing."""
+        own = [vars(optimizer).get("step") for optimizer in self._optimizers]
+        for index, optimizer in enumerate(self._optimizers):
+            # A method: schedules look for the function behind it.
+            optimizer.step = types.MethodType(self._substitute(index), optimizer)
         try:
-            window(model, handed, micro_batches)
-        except _Caught:
-            pass
+            yield
         finally:
-            for handle in handles:
-                handle.remove()
-    gradient = caught[0] if caught else Gradient.of(model)
-    model.zero_grad(set_to_none=True)
-    return CaughtWindow(gradient, has_stepped=bool(caught), has_clipped=bool(clipped))
+            for optimizer, step in zip(self._optimizers, own, strict=True):
+                vars(optimizer).pop("step", None)
+                if step is not None:
+                    optimizer.step = step
+
+    def _substitute(self, index: int) -> Callable[..., Any]:
+        def step(optimizer: Any, closure: Any = None) -> Any:
+            loss = None
+            for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+                hook(optimizer, (optimizer,), {})
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step(index, optimizer)
+            return loss
+
+        return step
+
+    def _really_steps(self, optimizer: Any) -> None:
+        """End the loop before a step that would move the model's weights."""
+        for index, mine in enumerate(self._optimizers):
+            if optimizer is mine:
+                self._step(index, optimizer)
+                raise _Caught
+        if _ids(optimizer) & {id(weight) for weight in self._weights.values()}:
+            self._other = type(optimizer).__name__
+            raise _Caught
+
+    @contextmanager
+    def _kept(self) -> Iterator[dict[str, torch.Tensor]]:
+        weights = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        groups = [[_settings(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
+        try:
+            yield weights
+        finally:
+            with torch.no_grad():
+                for name, weight in self._weights.items():
+                    weight.copy_(weights[name])
+            for optimizer, settings in zip(self._optimizers, groups, strict=True):
+                for group, setting in zip(optimizer.param_groups, settings, strict=False):
+                    group.update(setting)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _ids(optimizer: Any) -> set[int]:
+    return {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+
+
+def _are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def plain_window(loss: Callable[..., torch.Tensor]) -> Callable[..., None]:
     """Return the loop that every tutorial shows: each loss divided by the count, added up, stepped."""
 
     def window(model: nn.Module, optimizer: Any, micro_batches: Sequence[Any]) -> None:
+        optimizers = optimizer if isinstance(optimizer, tuple) else (optimizer,)
         for micro_batch in micro_batches:
             (loss(model, micro_batch) / len(micro_batches)).backward()
-        for each in optimizer if isinstance(optimizer, tuple) else (optimizer,):
+        for each in optimizers:
             each.step()
+        for each in optimizers:
+            each.zero_grad()
 
     return window

@@ -37,14 +37,8 @@ class Gradient:
         1.0
         """
         taken = {}
-        # Wrapped by DDP or compiled, a model is its only child, and its names have that before them.
-        inner = getattr(model, "_orig_mod", model)
-        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
-        for name, parameter in inner.named_parameters():
-            if parameter.requires_grad:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                taken[name] = gradient.detach().to("cpu", torch.float64, copy=True)
+        for name, weight in named_weights(model).items():
+            taken[name] = as_value(torch.zeros_like(weight) if weight.grad is None else weight.grad)
         return Gradient(taken)
 
     @property
@@ -77,6 +71,20 @@ class Gradient:
         """Whether every value is one that a narrower type can hold."""
         values = [value for value in self.by_name.values() if value.numel()]
         return self.norm > 0 and all(bool((value.to(dtype).double() == value).all()) for value in values)
+
+
+def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights that are trained, by name."""
+    # Wrapped by DDP or compiled, a model is its only child, and its names have that before them.
+    inner = getattr(model, "_orig_mod", model)
+    inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
+    return {name: weight for name, weight in inner.named_parameters() if weight.requires_grad}
+
+
+def as_value(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a gradient as it is compared: dense, fp64, on the CPU."""
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense.detach().to("cpu", torch.float64, copy=True)
 
 
 def width_of(model: nn.Module) -> str:

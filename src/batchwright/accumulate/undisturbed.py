@@ -1,54 +1,119 @@
-"""What would hide a gradient from an audit is turned off for its time: clipping, and autocast.
+"""What an audit turns off while it looks, clipping and autocast, and what it listens to: clips, scalers, schedules.
 
 Promises:
 - it works wherever the functions were imported to: torch's own code is exchanged, and put back whatever happens;
+- only the thread that audits is concerned: another one that trains meanwhile clips as ever;
 - our own Accumulator listens to it as well.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import functools
+import math
+import threading
+import types
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils import clip_grad
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-_MARK = "_batchwright_clipped"
-_is_off = False
+_CALLED = "_batchwright_clip"
+
+
+class _Clipping:
+    """Stands where torch clips: returns the norm, changes nothing, and tells who listens."""
+
+    def __init__(self, originals: Sequence[Callable[..., Any]], listener: Callable[[list[Any]], None]) -> None:
+        self._originals = originals
+        self._thread = threading.get_ident()
+        self.listener = listener
+
+    @property
+    def is_here(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def __call__(self, which: int, parameters: Any, limit: float, *rest: Any) -> Any:
+        held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not self.is_here:
+            return self._originals[which](held, limit, *rest)
+        # With no limit it is only asked for the norm.
+        if math.isfinite(float(limit)):
+            self.listener(held)
+        if which != 0:
+            return None
+        gradients = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in held if p.grad is not None]
+        return clip_grad._get_total_norm(gradients, *rest)
 
 
 def clipping_is_off() -> bool:
     """Whether somebody looks at gradients before they are clipped; who asks was about to clip, which is noted."""
-    if _is_off:
-        clip_grad.__dict__[_MARK] = True
-    return _is_off
+    clipping = clip_grad.__dict__.get(_CALLED)
+    if clipping is None or not clipping.is_here:
+        return False
+    clipping.listener([])
+    return True
 
 
 @contextmanager
-def without_clipping() -> Iterator[list[str]]:
-    """Have torch's functions that clip do nothing but return the norm; the list handed out is filled at the end."""
-    global _is_off
-    clipped: list[str] = []
+def without_clipping(listener: Callable[[list[Any]], None]) -> Iterator[None]:
+    """Have torch's functions that clip do nothing but return the norm; each call tells the listener which weights."""
     functions = [
-        (_innermost(clip_grad.clip_grad_norm_), _norm_only),
-        (_innermost(clip_grad.clip_grad_value_), _nothing),
+        _innermost(f) for f in (clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_, clip_grad._clip_grads_with_norm_)
     ]
-    before = [function.__code__ for function, _ in functions]
-    was_off, _is_off = _is_off, True
-    clip_grad.__dict__.pop(_MARK, None)
-    for function, substitute in functions:
-        function.__code__ = substitute.__code__
+    codes = [function.__code__ for function in functions]
+    originals = [
+        types.FunctionType(code, f.__globals__, f.__name__, f.__defaults__)
+        for f, code in zip(functions, codes, strict=True)
+    ]
+    outer = clip_grad.__dict__.get(_CALLED)
+    setattr(clip_grad, _CALLED, _Clipping(originals, listener))
     try:
-        yield clipped
+        for function, substitute in zip(functions, (_norm_only, _no_value, _no_norm), strict=True):
+            function.__code__ = substitute.__code__
+        yield
     finally:
-        for (function, _), code in zip(functions, before, strict=True):
+        for function, code in zip(functions, codes, strict=True):
             function.__code__ = code
-        _is_off = was_off
-        if clip_grad.__dict__.pop(_MARK, False):
-            clipped.append("clipped")
+        if outer is None:
+            delattr(clip_grad, _CALLED)
+        else:
+            setattr(clip_grad, _CALLED, outer)
+
+
+@contextmanager
+def listening(
+    unscales: Callable[[Any, float], None], schedules: Callable[[Any], None], other_steps: Callable[[Any], None]
+) -> Iterator[None]:
+    """Tell who listens of every `GradScaler.unscale_`, step of a schedule, and real step of an optimizer, here."""
+    thread = threading.get_ident()
+
+    def before_unscale(scaler: Any, optimizer: Any) -> None:
+        if scaler.is_enabled():
+            unscales(optimizer, scaler.get_scale())
+
+    def before_schedule(schedule: Any) -> None:
+        # A schedule that is being made sets its first rate by a step of its own.
+        if not schedule._is_initial:
+            schedules(schedule)
+
+    def before_step(optimizer: Any, *_: Any) -> None:
+        if threading.get_ident() == thread:
+            other_steps(optimizer)
+
+    with ExitStack() as stack:
+        stack.enter_context(_preceded(torch.amp.GradScaler, "unscale_", before_unscale, thread))
+        for kind in _all_kinds(lr_scheduler.LRScheduler):
+            if "step" in vars(kind):
+                stack.enter_context(_preceded(kind, "step", before_schedule, thread))
+        handle = register_optimizer_step_pre_hook(before_step)
+        stack.callback(handle.remove)
+        yield
 
 
 @contextmanager
@@ -74,19 +139,41 @@ def without_autocast() -> Iterator[list[str]]:
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
+@contextmanager
+def _preceded(kind: type, name: str, listener: Callable[..., None], thread: int) -> Iterator[None]:
+    original = vars(kind)[name]
+
+    @functools.wraps(original)
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        if threading.get_ident() == thread:
+            listener(self, *arguments[:1]) if name == "unscale_" else listener(self)
+        return original(self, *arguments, **options)
+
+    setattr(kind, name, method)
+    try:
+        yield
+    finally:
+        setattr(kind, name, original)
+
+
+def _all_kinds(kind: type) -> list[type]:
+    return [kind, *(below for child in kind.__subclasses__() for below in _all_kinds(child))]
+
+
 def _innermost(function: Any) -> Any:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
 
 
-# These two run with the names of torch.nn.utils.clip_grad around them, not with ours.
+# These run with the names of torch.nn.utils.clip_grad around them, not with ours, and have torch's own arguments.
 def _norm_only(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):  # type: ignore[no-untyped-def]
-    globals()["_batchwright_clipped"] = True
-    held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    squares = [p.grad.detach().coalesce().values().square().sum() if p.grad.is_sparse else p.grad.detach().square().sum() for p in held if p.grad is not None]  # noqa: E501  # fmt: skip
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+    return _batchwright_clip(0, parameters, max_norm, norm_type, error_if_nonfinite, foreach)  # type: ignore[name-defined]  # noqa: F821
 
 
-def _nothing(parameters, clip_value, foreach=None):  # type: ignore[no-untyped-def]
-    globals()["_batchwright_clipped"] = True
+def _no_value(parameters, clip_value, foreach=None):  # type: ignore[no-untyped-def]
+    return _batchwright_clip(1, parameters, clip_value, foreach)  # type: ignore[name-defined]  # noqa: F821
+
+
+def _no_norm(parameters, max_norm, total_norm, foreach=None):  # type: ignore[no-untyped-def]
+    return _batchwright_clip(2, parameters, max_norm, total_norm, foreach)  # type: ignore[name-defined]  # noqa: F821

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchwright.accumulate.audit import audit_subject
+from batchwright.accumulate.audit_result import TOLERANCES, Compared
 from batchwright.accumulate.caught_window import CaughtWindow
 from batchwright.accumulate.checks import batch_norms
 from batchwright.accumulate.freezing import frozen_statistics
-from batchwright.accumulate.gradients import Gradient, width_of
+from batchwright.accumulate.gradients import Gradient, named_weights, width_of
 from batchwright.accumulate.without_dropout import without_dropout
 from batchwright.device.batches import tensors_in
 from batchwright.device.joining import join
@@ -60,6 +61,7 @@ class TrainerSubject:
         if next(trainer.model.parameters()).dtype in (torch.bfloat16, torch.float16):
             self.notes.append("the weights are 16 bits wide; they were compared in fp32")
         self._collated: dict[int, Any] | None = None
+        self._is_random = False
         self._samples = self._first_window()
         self.dtype = width_of(trainer.model)
         model = copy.deepcopy(trainer.model)
@@ -83,7 +85,23 @@ class TrainerSubject:
         with without_dropout(self.model) as off:
             if off:
                 self.notes.append(f"dropout was off ({counted(len(off), 'place')})")
+            self._look_for_randomness()
             yield
+
+    def _look_for_randomness(self) -> None:
+        # Its train() seeds all generators, each time alike: another seed has to be asked for.
+        first, args = self._samples[0], self._trainer.args
+        seed, gradients = args.seed, []
+        try:
+            for other in (seed, seed + 1):
+                args.seed = other
+                gradients.append(self.of_loss(first))
+        finally:
+            args.seed = seed
+        error = gradients[1].error_to(gradients[0])
+        self._is_random = error is None or error > TOLERANCES[self.dtype]
+        if self._is_random:
+            self.notes.append("the loss is random even without dropout: two seeds give two gradients")
 
     @contextmanager
     def frozen_statistics(self) -> Iterator[None]:
@@ -103,8 +121,26 @@ class TrainerSubject:
         """Return what the trainer would step with if this were its batch, without accumulation."""
         return self._run([batch], at_once=1, accumulation=1).gradient
 
-    def accumulated(self, micro_batches: Sequence[list[Any]]) -> CaughtWindow:
-        """Return what the trainer would step with."""
+    @property
+    def is_random(self) -> bool:
+        """Whether the loss is random even without dropout, by two runs of the first micro-batch."""
+        return self._is_random
+
+    @property
+    def stepped_names(self) -> set[str]:
+        """The weights that an optimizer steps: a trainer steps all that it trains."""
+        return set(named_weights(self.model))
+
+    def compared_with(self, sizes: Sequence[int]) -> Compared:
+        """The reference is the big batch itself."""
+        return Compared()
+
+    def twice(self, micro_batches: Sequence[list[Any]]) -> list[CaughtWindow]:
+        """Return one window: zeroing between two is the trainer's own, and ours ends at the first."""
+        return [self.accumulated(micro_batches)]
+
+    def accumulated(self, micro_batches: Sequence[list[Any]], *, detailed: bool = False, seed: int = 0) -> CaughtWindow:
+        """Return what the trainer would step with; it seeds itself, and is not followed in detail."""
         return self._run(micro_batches, at_once=1, accumulation=self._accumulation)
 
     def _first_window(self) -> list[list[Any]]:

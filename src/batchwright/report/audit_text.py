@@ -25,12 +25,27 @@ def summarize_audit(audit: Audit) -> str:
     >>> summarize_audit(Audit("step", "the window", "fp32", (twice,), twice, (), "count ignored"))
     'step: the accumulated gradient is NOT that of the big batch: ratio 2, relative error 1 (count ignored)'
     """
-    error = _figure(audit.relative_error)
-    if audit.exact:
-        told = f"{audit.name}: the accumulated gradient is that of the big batch (relative error {error})"
-        return f"{told}; {audit.cause}" if audit.cause else told
-    figures = f"ratio {_figure(audit.ratio)}, relative error {error} ({audit.cause or 'unknown'})"
-    return f"{audit.name}: the accumulated gradient is NOT that of the big batch: {figures}"
+    return f"{audit.name}: {verdict_of(audit)}"
+
+
+def verdict_of(audit: Audit) -> str:
+    """Say what was compared with what, and how it came out."""
+    error, compared = _figure(audit.relative_error), audit.compared_with
+    if audit.is_random and not (audit.has_exact_gradient and audit.is_reference_right):
+        told = f"it differs from that of {compared} (ratio {_figure(audit.ratio)}, relative error {error})"
+        told = told if not audit.has_exact_gradient else f"it is that of {compared}, which is not the big batch"
+        return f"the accumulated gradient cannot be judged, for the loss is random: {told}"
+    if not audit.has_exact_gradient:
+        figures = f"ratio {_figure(audit.ratio)}, relative error {error} ({audit.cause or 'unknown'})"
+        return f"the accumulated gradient is NOT that of {compared}: {figures}"
+    verdict = f"the accumulated gradient is that of {compared} (relative error {error})"
+    if not audit.is_reference_right:
+        return f"{verdict}, which is NOT the big batch: relative error {_figure(audit.reference_error)} ({audit.cause})"
+    if audit.defects:
+        return f"{verdict}, but the loop is NOT right: {', '.join(defect.name for defect in audit.defects)}"
+    if audit.condition is not None:
+        verdict = f"{verdict}, in one window; {audit.condition.name}: right only if they are between two windows"
+    return f"{verdict}; {audit.cause}" if audit.cause else verdict
 
 
 def audit_columns(audit: Audit) -> Columns:
@@ -49,11 +64,14 @@ def audit_columns(audit: Audit) -> Columns:
 
 def audit_remarks(audit: Audit) -> Iterator[str]:
     """What has to be said below the table, a line each."""
-    yield f"judged: {audit.what}, in {audit.dtype}."
+    yield f"judged: {audit.what}, in {audit.dtype}, beside {audit.compared_with}."
     if audit.cause:
         yield f"likely cause: {audit.cause}: {audit.explanation}."
         yield f"remedy: {audit.remedy}."
-    if not audit.exact and audit.modules:
+    elif audit.remedy:
+        yield f"no cause is named: {audit.explanation}."
+        yield f"remedy: {audit.remedy}."
+    if not audit.has_exact_gradient and audit.modules:
         shown = [
             f"{m.name} {_figure(m.relative_error)} (ratio {_figure(m.ratio)})" for m in audit.modules[:_MOST_MODULES]
         ]
