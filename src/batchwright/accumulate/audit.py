@@ -96,6 +96,11 @@ class Comparable(Protocol):
         """Whether the loss is random even without dropout."""
         ...
 
+    @property
+    def is_random_known(self) -> bool:
+        """Whether that was asked already: where it is dear, it is asked only where gradients differ."""
+        ...
+
     def compared_with(self, sizes: Sequence[int]) -> Compared:
         """Return what `reference` is, and whether that is the gradient of the big batch."""
         ...
@@ -151,7 +156,7 @@ def audit_subject(
         windows = subject.twice(subject.micro_batches(sizes[0]))
         tried = [_try_split(subject, sizes[0], accumulation, windows[0])]
         tried += [_try_split(subject, split, accumulation) for split in (*sizes[1:], *tails)]
-        tried = [_before_clip_by_hand(subject, one, accumulation) for one in tried]
+        tried = [_before_clip_by_hand(subject, one, sizes[0]) for one in tried]
         defects, condition = _defects(subject, tried[0], windows)
         causes = [
             None if one.result.exact or subject.is_random else _find_cause(subject, one, accumulation, defects)
@@ -190,7 +195,7 @@ def audit_subject(
         defects=tuple(defects),
         condition=condition,
         second_window=second,
-        is_random=subject.is_random,
+        is_random=subject.is_random if subject.is_random_known else False,
         compared_with=compared.name,
         reference_error=compared.error,
         is_reference_right=compared.is_right,
@@ -214,7 +219,7 @@ def _first_to_fix(
 ) -> Cause | None:
     """Return what to mend first: what nothing else can be judged without, then the gradient, then the loop's order."""
     is_off = any(not one.result.exact for one in tried)
-    if subject.is_random and (is_off or not compared.is_right):
+    if (is_off or not compared.is_right) and subject.is_random:
         return RANDOM_LOSS
     if not compared.is_right:
         return NO_MEAN
@@ -282,18 +287,18 @@ def _judged(
     return _Tried(tuple(sizes), reference, caught, gradient, result)
 
 
-def _before_clip_by_hand(subject: Comparable, tried: _Tried, accumulation: int) -> _Tried:
+def _before_clip_by_hand(subject: Comparable, tried: _Tried, full: Sequence[int]) -> _Tried:
     """Return the split judged before a clip that the loop makes by hand, where two windows show one."""
-    if tried.result.exact or not tried.caught.has_stepped or subject.is_random:
+    caught = tried.caught
+    if tried.result.exact or not caught.is_followed or not caught.has_stepped or len(full) < 2 or subject.is_random:
         return tried
-    parts = subject.micro_batches(tried.sizes)
-    full = subject.accumulated(parts, detailed=True)
-    # Another window beside it: the same samples in part, or one of them twice.
-    other = subject.accumulated(parts[:1] if len(parts) > 1 else [parts[0], parts[0]], detailed=True)
-    before = without_clip_by_hand(full, other, TOLERANCES[subject.dtype])
+    # Another window beside it, with other samples.
+    others = subject.micro_batches(full)[:1] if len(tried.sizes) > 1 else subject.micro_batches(full)[1:2]
+    mine = subject.accumulated(subject.micro_batches(tried.sizes), detailed=True)
+    before = without_clip_by_hand(mine, subject.accumulated(others, detailed=True), TOLERANCES[subject.dtype])
     if before is None:
         return tried
-    judged = _judged(subject, tried.sizes, accumulation, tried.reference, tried.caught, before)
+    judged = _judged(subject, tried.sizes, len(full), tried.reference, tried.caught, before)
     return replace(judged, note="the loop clips by hand; it was judged before its clipping")
 
 
@@ -314,6 +319,8 @@ def _find_cause(subject: Comparable, worst: _Tried, accumulation: int, defects: 
 
 def _from_evidence(subject: Comparable, tried: _Tried, accumulation: int) -> Cause:
     parts = subject.micro_batches(tried.sizes)
+    again = subject.accumulated(parts, detailed=True) if tried.caught.is_followed else None
+    can_run_again = again is not None and tried.judged is tried.caught.gradient
     return likely_cause(
         Evidence(
             accumulated=tried.judged,
@@ -322,8 +329,9 @@ def _from_evidence(subject: Comparable, tried: _Tried, accumulation: int) -> Cau
             repeated={n: subject.accumulated([parts[0]] * n).gradient for n in (1, 2, 3)},
             accumulation=accumulation,
             tolerance=TOLERANCES[subject.dtype],
-            trace=subject.accumulated(parts, detailed=True).trace if tried.judged is tried.caught.gradient else None,
-            reseeded=subject.accumulated(parts, seed=1).gradient if tried.judged is tried.caught.gradient else None,
+            trace=again.trace if again is not None else None,
+            again=again.gradient if again is not None and can_run_again else None,
+            reseeded=subject.accumulated(parts, seed=1).gradient if can_run_again else None,
         )
     )
 

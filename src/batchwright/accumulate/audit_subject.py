@@ -163,6 +163,11 @@ class Subject:
         return caught
 
     @property
+    def is_random_known(self) -> bool:
+        """Whether randomness was looked for: always, two forwards tell."""
+        return True
+
+    @property
     def stepped_names(self) -> set[str]:
         """The weights that an optimizer steps."""
         groups = [group for optimizer in as_list(self._optimizers) for group in optimizer.param_groups]

@@ -45,6 +45,8 @@ class CaughtWindow:
     other_optimizer: str | None = None
     """The kind of an optimizer of the loop's own that would have stepped the model."""
     has_changed_weights: bool = False
+    is_followed: bool = False
+    """Whether hooks followed the loop: `habits` and `trace` tell nothing otherwise."""
     habits: Habits = field(default_factory=Habits)
     trace: Trace | None = None
 
@@ -118,6 +120,7 @@ class _Run:
             steps_alike=all(_are_equal(longest[0], later) for later in longest[1:]),
             other_optimizer=self._other,
             has_changed_weights=has_changed,
+            is_followed=True,
             habits=watch.habits,
             trace=watch.trace,
         )

@@ -216,6 +216,8 @@ class Evidence:
     tolerance: float
     trace: Trace | None = None
     """What every backward of the loop added."""
+    again: Gradient | None = None
+    """The loop once more, with the same random numbers."""
     reseeded: Gradient | None = None
     """The loop once more, with other random numbers."""
 
@@ -223,6 +225,10 @@ class Evidence:
 def likely_cause(evidence: Evidence) -> Cause:
     """Name the cause that the evidence fits."""
     near = _Near(evidence.tolerance)
+    if not evidence.accumulated.norm:
+        return _explained(DROPPED, "; nothing was left of it at the step")
+    if evidence.again is not None and not near.are_equal(evidence.again, evidence.accumulated, tightly=True):
+        return WINDOWS_DIFFER
     if evidence.reseeded is not None and not near.are_equal(evidence.reseeded, evidence.accumulated, tightly=True):
         error = evidence.reseeded.error_to(evidence.accumulated)
         return _explained(RANDOM_GRADIENT, f" (relative difference {error:.2g})" if error is not None else "")
@@ -246,7 +252,10 @@ def _by_trace(evidence: Evidence, near: _Near) -> Cause | None:
         return None
     last, step = trace.last, evidence.accumulated
     if near.are_equal(last, evidence.reference, tightly=True):
-        return _explained(CHANGED_AFTER, f": {_named(_unlike(step, last, near))}")
+        factor = last.dot(step) / last.dot(last) if last.norm else 0.0
+        is_whole = near.are_equal(last.times(factor), step)
+        how = f"all of it times {factor:.4g}" if is_whole else _named(_unlike(step, last, near))
+        return _explained(CHANGED_AFTER, f": {how}")
     factor = last.dot(step) / last.dot(last) if last.norm else 0.0
     if not near.are_equal(last.times(factor), step):
         return None  # the loop puts the gradient together elsewhere

@@ -157,7 +157,8 @@ def _preceded(kind: type, name: str, listener: Callable[..., None], thread: int)
 
 
 def _all_kinds(kind: type) -> list[type]:
-    return [kind, *(below for child in kind.__subclasses__() for below in _all_kinds(child))]
+    children: list[type] = kind.__subclasses__()
+    return [kind, *(below for child in children for below in _all_kinds(child))]
 
 
 def _innermost(function: Any) -> Any:

@@ -61,7 +61,7 @@ class TrainerSubject:
         if next(trainer.model.parameters()).dtype in (torch.bfloat16, torch.float16):
             self.notes.append("the weights are 16 bits wide; they were compared in fp32")
         self._collated: dict[int, Any] | None = None
-        self._is_random = False
+        self._is_random: bool | None = None
         self._samples = self._first_window()
         self.dtype = width_of(trainer.model)
         model = copy.deepcopy(trainer.model)
@@ -85,10 +85,9 @@ class TrainerSubject:
         with without_dropout(self.model) as off:
             if off:
                 self.notes.append(f"dropout was off ({counted(len(off), 'place')})")
-            self._look_for_randomness()
             yield
 
-    def _look_for_randomness(self) -> None:
+    def _look_for_randomness(self) -> bool:
         # Its train() seeds all generators, each time alike: another seed has to be asked for.
         first, args = self._samples[0], self._trainer.args
         seed, gradients = args.seed, []
@@ -99,9 +98,10 @@ class TrainerSubject:
         finally:
             args.seed = seed
         error = gradients[1].error_to(gradients[0])
-        self._is_random = error is None or error > TOLERANCES[self.dtype]
-        if self._is_random:
+        is_random = error is None or error > TOLERANCES[self.dtype]
+        if is_random:
             self.notes.append("the loss is random even without dropout: two seeds give two gradients")
+        return is_random
 
     @contextmanager
     def frozen_statistics(self) -> Iterator[None]:
@@ -124,7 +124,14 @@ class TrainerSubject:
     @property
     def is_random(self) -> bool:
         """Whether the loss is random even without dropout, by two runs of the first micro-batch."""
+        if self._is_random is None:
+            self._is_random = self._look_for_randomness()
         return self._is_random
+
+    @property
+    def is_random_known(self) -> bool:
+        """Whether that was asked already."""
+        return self._is_random is not None
 
     @property
     def stepped_names(self) -> set[str]:
