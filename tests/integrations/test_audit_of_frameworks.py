@@ -237,3 +237,21 @@ def test_a_trainer_of_fp64_is_audited_in_fp64(tmp_path: Path) -> None:
     found = audit(transformers.Trainer(model, arguments, train_dataset=rows))
     assert (found.exact, found.dtype) == (True, "fp64")
     assert model.layer.weight.dtype == torch.float64
+
+
+def test_the_first_window_of_a_random_loss_has_no_cause() -> None:
+    from batchwright.integrations.first_window import FirstWindow
+
+    model = torch.nn.Linear(4, 1)
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        squares: torch.Tensor = model(batch + torch.randn_like(batch)).square()
+        return squares.mean()
+
+    window = FirstWindow(model, loss, accumulation=2, name="loop", what="its first window")
+    for batch in torch.randn(2, 3, 4):
+        window.see(batch)
+        loss(batch).backward()  # not divided, either
+    found = window.judge()
+    assert (found.exact, found.cause, found.is_random) == (False, None, True)
+    assert "fix that first" in (found.remedy or "")

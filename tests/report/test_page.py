@@ -247,3 +247,18 @@ def test_a_name_does_not_turn_the_words_after_it_around() -> None:
     run = sample()
     run["workload"]["name"] = "tiny\u202e"
     assert "\u202e" not in draw_page(run)
+
+
+@pytest.mark.parametrize(
+    ("audit", "words"),
+    [
+        ({"exact": False, "gradient_exact": True, "cause": "clipping per micro-batch"}, "but the loop is not right"),
+        ({"exact": False, "gradient_exact": False, "random": True}, "cannot be judged"),
+        ({"exact": True, "compared_with": "its micro-batches, averaged"}, "that of its micro-batches, averaged"),
+        ({"exact": False}, "is not that of the big batch"),
+    ],
+)
+def test_the_verdict_of_an_audit_says_what_was_compared(audit: dict[str, object], words: str) -> None:
+    from batchwright.report.page.audit_section import draw_audit
+
+    assert words in draw_audit({"audit": audit})

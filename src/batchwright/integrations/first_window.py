@@ -10,8 +10,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from batchwright.accumulate.audit_result import TOLERANCES, Audit, SplitAudit
-from batchwright.accumulate.causes import BATCH_NORM, NOT_ADDITIVE, UNKNOWN, cause_by_weights
+from batchwright.accumulate.causes import BATCH_NORM, NOT_ADDITIVE, RANDOM_LOSS, UNKNOWN, cause_by_weights
 from batchwright.accumulate.checks import batch_norms
 from batchwright.accumulate.gradients import Gradient, compare_modules, width_of
 from batchwright.accumulate.undisturbed import without_autocast
@@ -24,7 +26,6 @@ from batchwright.units import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import torch
     from torch import nn
 
 
@@ -72,17 +73,21 @@ class FirstWindow:
         try:
             reference = self._of(self._merge(self._batches))
             parts = [self._of(batch) for batch in self._batches]
+            # The same batch again, with the numbers that come next: a random loss has no cause to name.
+            moved = self._of(self._batches[0], seed=1).error_to(self._of(self._batches[0], seed=0))
         finally:
             self.leave()
         error, dtype = self._gradient.error_to(reference), width_of(self._model)
         is_exact = error is not None and error <= TOLERANCES[dtype]
         sizes = tuple(clear_num_samples(batch) or 1 for batch in self._batches)
-        cause = None
-        if not is_exact:
+        is_random = moved is None or moved > TOLERANCES[dtype]
+        cause = RANDOM_LOSS if is_random and not is_exact else None
+        if not is_exact and not is_random:
             cause = cause_by_weights(self._gradient, reference, parts, self._accumulation)
             if cause in (NOT_ADDITIVE, UNKNOWN) and batch_norms(self._model):
                 cause = BATCH_NORM
-        split = SplitAudit(sizes, self._gradient.ratio_to(reference), error, is_exact, cause.name if cause else None)
+        name = (cause.name or None) if cause else None
+        split = SplitAudit(sizes, self._gradient.ratio_to(reference), error, is_exact, name)
         return Audit(
             name=self._name,
             what=self._what,
@@ -90,10 +95,11 @@ class FirstWindow:
             splits=(split,),
             worst=split,
             modules=compare_modules(self._gradient, reference),
-            cause=cause.name if cause else None,
+            cause=name,
             remedy=cause.remedy if cause else None,
             explanation=cause.explanation if cause else "",
             notes=tuple(self._notes()),
+            is_random=is_random,
         )
 
     def _notes(self) -> Iterator[str]:
@@ -102,13 +108,15 @@ class FirstWindow:
         if self._cast:
             yield f"autocast to {self._cast[0].removeprefix('torch.')} was off during this window"
 
-    def _of(self, batch: Any) -> Gradient:
+    def _of(self, batch: Any, *, seed: int | None = None) -> Gradient:
         gradients = [(parameter, parameter.grad) for parameter in self._model.parameters()]
         buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         try:
             for parameter, _ in gradients:
                 parameter.grad = None
             with kept_random_state():
+                if seed is not None:
+                    torch.manual_seed(seed)
                 self._loss(batch).backward()
             return Gradient.of(self._model)
         finally:

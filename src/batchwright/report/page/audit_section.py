@@ -31,6 +31,13 @@ def draw_audit(run: Data) -> Html:
 def _verdict(found: Data) -> Html:
     exact, source = found.get("exact"), text_in(found, "source") or "measured"
     word, told, style = _VERDICTS[exact if isinstance(exact, bool) else None]
+    compared = text_in(found, "compared_with") or "the big batch"
+    if exact is False and found.get("random") is True:
+        word, told, style = "Not known.", "The loss is random, and the accumulated gradient cannot be judged", "open"
+    elif exact is False and found.get("gradient_exact") is True:
+        told = f"The accumulated gradient is that of {compared}, but the loop is not right"
+    elif exact is True:
+        told = f"The accumulated gradient is that of {compared}"
     error, dtype = number_in(found, "relative_error"), text_in(found, "dtype")
     pieces: list[str] = [element("b", word, class_=f"verdict {style}"), " ", told]
     if error is not None:
