@@ -249,3 +249,21 @@ def test_the_state_of_a_finished_epoch_goes_on_with_the_next_on_any_ranks() -> N
         other.load_state_dict(sampler.state_dict())
         assert list(other)
         assert other.epoch == 1
+
+
+@pytest.mark.parametrize("number", [1_000, 4_000, 20_000])
+def test_few_samples_are_shuffled_too(number: int) -> None:
+    drawn = np.random.default_rng(1).lognormal(np.log(180), 0.9, number)
+    lengths = np.clip(drawn, 8, 4096).astype(int)
+    stats = TokenBatchSampler(lengths, 16_384, rank=0, world_size=1).stats()
+    sorted_ones = TokenBatchSampler(lengths, 16_384, rank=0, world_size=1, waste=0.0).stats()
+    assert stats.pair_repeat < 0.25 < sorted_ones.pair_repeat
+    assert stats.batches <= 1.5 * sorted_ones.batches
+    assert "little shuffling" in str(sorted_ones)
+
+
+def test_samples_of_one_length_fill_their_batches_and_still_meet_others() -> None:
+    stats = TokenBatchSampler([16] * 40_960, 16_384, rank=0, world_size=1).stats()
+    assert stats.batches == 40
+    assert stats.fill == 1.0
+    assert stats.pair_repeat < 0.05

@@ -36,7 +36,8 @@ def test_the_pieces_are_not_always_the_shortest_samples_nor_the_last_round() -> 
     lengths = np.random.default_rng(0).integers(10, 200, 3_000)
     pieces, places = [], []
     for seed in range(20):
-        planned = bw.TokenBatchSampler(lengths, 2_000, rank=0, world_size=8, seed=seed).planned
+        # In one window: the ends of several would be cheap rounds too.
+        planned = bw.TokenBatchSampler(lengths, 2_000, rank=0, world_size=8, seed=seed, waste=0.015).planned
         cheapest = planned.costs.sum(axis=1).argmin()
         pieces.append(planned.longest[cheapest].mean())
         places.append(cheapest / planned.rounds.number)
@@ -62,7 +63,7 @@ def test_a_sample_too_many_does_not_unbalance_the_ranks() -> None:
 
 def test_pieces_are_of_like_cost() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(np.log(180), 0.9, 130), 8, 4096).astype(int)
-    assert bw.TokenBatchSampler(lengths, rank=0, world_size=8).stats().rank_idle < 0.5
+    assert bw.TokenBatchSampler(lengths, rank=0, world_size=8, waste=0.015).stats().rank_idle < 0.5
 
 
 def test_a_rare_long_second_length_does_not_empty_the_other_batches() -> None:

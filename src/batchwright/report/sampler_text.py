@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from batchwright.sampler.stats import SamplerStats
 
 
+_LITTLE_SHUFFLING = 0.2
+"""Pairs of batch-mates that meet again; random batches have next to none."""
+
+
 def summarize_stats(stats: SamplerStats) -> str:
     """Say in one line what an epoch holds."""
     return (
@@ -42,8 +46,11 @@ def stats_remarks(stats: SamplerStats) -> Iterator[str]:
         f"{counted(stats.tokens, 'token')} on {counted(stats.ranks, 'rank')}, "
         f"shuffled over {counted(stats.num_windows, 'window')}."
     )
-    if stats.num_windows == 1 and stats.batches > 1:
-        yield "one window: samples are sorted, and meet nearly the same ones in every epoch (waste= allows no more)."
+    if stats.pair_repeat > _LITTLE_SHUFFLING and stats.batches > 1:
+        yield (
+            f"little shuffling: {stats.pair_repeat:.0%} of the pairs in a batch meet again in the next epoch. A larger "
+            "waste= or a smaller budget mixes more."
+        )
     if stats.dropped:
         yield f"{counted(stats.dropped, 'sample')} over the budget by itself, left out."
     if stats.single:

@@ -3,6 +3,10 @@
 What a window wastes depends on how many samples it holds, hardly on how many windows there are. So it is measured on a
 part of the samples, a few windows of each size, and halving the step a few times finds the size. Besides padding, room
 that batches leave free counts: small windows end in batches that are not full, and a batch of one has no padding.
+
+With few samples a small target leaves one window, and that the same batches in every epoch. So where no target is
+given, there are windows enough that about one pair of batch-mates in nine meets again (0.65 over the windows, whatever
+the number of samples: benchmarks/sampler_mixing.py), if that takes at most a quarter more batches; and two always.
 """
 
 from __future__ import annotations
@@ -14,11 +18,13 @@ import numpy as np
 
 from batchwright.errors import InvalidInputError
 from batchwright.sampler.epoch_plan import Mixing, cut_epoch, plan_epoch
+from batchwright.sampler.stats import pair_repeat
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from batchwright.sampler.cost import Budget
+    from batchwright.sampler.epoch_order import CutOrder
 
     Numbers = npt.NDArray[np.int64]
 
@@ -27,15 +33,25 @@ _LEAST_SAMPLES, _MOST_SAMPLES = 40_000, 100_000
 # A part of the samples tells the waste of all of them to within a few percent.
 _SAFETY = 0.95
 _CLASSES = (1, 2, 4, 8, 16, 32)
+_DEFAULT_WASTE = 0.015
+# What shuffling may cost where nobody says: batches, over those of a full sort.
+_ENOUGH_WINDOWS, _FEWEST_WINDOWS, _MOST_BATCHES = 6, 2, 1.25
+_FEW_REPEATS = 1 / 9
 
 
-def choose_mixing(lengths: Numbers, budget: Budget, *, waste: float, seed: int) -> Mixing:
-    """Return the most windows whose padding is at most `waste`, and whose batches are hardly more than need be."""
+def choose_mixing(lengths: Numbers, budget: Budget, *, waste: float | None, seed: int) -> Mixing:
+    """Return the most windows whose padding is at most `waste`, and whose batches are hardly more than need be.
+
+    With `waste=None` the target is 1.5 %, and more where that would leave next to no shuffling.
+    """
+    if waste is None:
+        found = choose_mixing(lengths, budget, waste=_DEFAULT_WASTE, seed=seed)
+        return found if found.num_windows >= _ENOUGH_WINDOWS else _mixed_enough(lengths, budget, found, seed)
     if isinstance(waste, bool) or not isinstance(waste, Real) or not 0 <= float(waste) < 1:
         raise InvalidInputError(f"waste is a share of the padded tokens, from 0 to below 1; received {waste!r}.")
     number, waste = len(lengths), float(waste)
-    if number <= _SMALLEST_WINDOW:
-        return Mixing(1)
+    if number <= _SMALLEST_WINDOW or not np.ptp(lengths, axis=0).any():
+        return Mixing(1)  # samples of one length are in random order anyhow
     classes, largest = 1, min(number, _MOST_SAMPLES)
     full = _looked_at(lengths, budget, largest, 1, seed)
     if lengths.shape[1] == 2:
@@ -57,6 +73,29 @@ def choose_mixing(lengths: Numbers, budget: Budget, *, waste: float, seed: int) 
         else:
             low = middle + 1
     return Mixing(max(number // int(sizes[low]), 1), classes)
+
+
+def _mixed_enough(lengths: Numbers, budget: Budget, found: Mixing, seed: int) -> Mixing:
+    """Return more windows than a small waste allows: enough, or as many as cost little; at least two."""
+    if len(lengths) <= _SMALLEST_WINDOW or not np.ptp(lengths, axis=0).any():
+        return found
+
+    def cut_into(windows: int, epoch: int = 0) -> CutOrder:
+        rng = np.random.default_rng((seed, windows, epoch))
+        return cut_epoch(lengths, budget, Mixing(windows, found.num_classes), rng=rng)
+
+    def num_batches(windows: int) -> int:
+        return len(cut_into(windows).starts)
+
+    rng = np.random.default_rng(seed)
+    one, other = (plan_epoch(lengths, cut_into(found.num_windows, epoch), budget, ranks=1, rng=rng) for epoch in (0, 1))
+    if pair_repeat(one, other, len(lengths)) <= _FEW_REPEATS:
+        return found  # many samples of one length mix by themselves
+    least = num_batches(1)
+    for windows in range(_ENOUGH_WINDOWS, max(found.num_windows, _FEWEST_WINDOWS), -1):
+        if num_batches(windows) <= _MOST_BATCHES * least:
+            return Mixing(windows, found.num_classes)
+    return Mixing(max(found.num_windows, min(_FEWEST_WINDOWS, least)), found.num_classes)
 
 
 def _looked_at(lengths: Numbers, budget: Budget, window: int, classes: int, seed: int) -> tuple[float, float]:

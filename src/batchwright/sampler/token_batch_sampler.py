@@ -47,7 +47,8 @@ class TokenBatchSampler:
 
     `lengths` is a list, an array, a tensor, a column, or a function of a sample that is called once for each of
     `dataset`, with progress on stderr or to `progress`, and never again where `remember` names a file (.npy); two per
-    sample where there are two (source and target). `waste` is how much padding is allowed for the sake of shuffling.
+    sample where there are two (source and target). `waste` is how much padding is allowed for the sake of shuffling, by
+    default 1.5 %, and more where few samples would otherwise be in the same batches every epoch.
     `oversize` says what becomes of a sample over the budget on its own: "error", "drop" or "single".
     `max_tokens_per_step` groups batches into optimizer steps: `Accumulator(..., accumulation=sampler.windows)`.
     """
@@ -63,7 +64,7 @@ class TokenBatchSampler:
         world_size: int | None = None,
         max_samples: int | None = None,
         multiple_of: int = 1,
-        waste: float = 0.015,
+        waste: float | None = None,
         oversize: str = "error",
         max_tokens_per_step: float | None = None,
         dataset: Any = None,
