@@ -374,6 +374,15 @@ def clips_by_hand_once(model: Any, optimizer: Any, batches: Sequence[Batch]) -> 
 
 
 @right
+def divides_and_clips_by_hand(model: Any, optimizer: Any, batches: Sequence[Batch]) -> None:
+    for batch in batches:
+        summed(model, batch).backward()
+    scale(model, 1 / total(batches))
+    scale(model, torch.clamp(1e-2 / (norm(model) + 1e-6), max=1.0))
+    finish(optimizer)
+
+
+@right
 def clamps_by_hand_once(model: Any, optimizer: Any, batches: Sequence[Batch]) -> None:
     add_up(model, batches)
     for gradient in gradients(model):

@@ -86,6 +86,10 @@ class Comparable(Protocol):
         """Return two windows in a row on the same samples; one where only one can be run."""
         ...
 
+    def num_units(self, sizes: Sequence[int]) -> float:
+        """Return the loss units of a split."""
+        ...
+
     @property
     def stepped_names(self) -> set[str]:
         """The weights that an optimizer steps."""
@@ -298,6 +302,11 @@ def _before_clip_by_hand(subject: Comparable, tried: _Tried, full: Sequence[int]
     before = without_clip_by_hand(mine, subject.accumulated(others, detailed=True), TOLERANCES[subject.dtype])
     if before is None:
         return tried
+    # Sums that the loop divides by their units itself, before it clips, are that much longer.
+    units = subject.num_units(tried.sizes)
+    ratio = before.ratio_to(tried.reference)
+    if ratio is not None and units > 1 and abs(ratio / units - 1) <= TOLERANCES[subject.dtype]:
+        before = before.times(1 / units)
     judged = _judged(subject, tried.sizes, len(full), tried.reference, tried.caught, before)
     return replace(judged, note="the loop clips by hand; it was judged before its clipping")
 

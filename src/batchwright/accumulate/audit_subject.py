@@ -167,6 +167,10 @@ class Subject:
         """Whether randomness was looked for: always, two forwards tell."""
         return True
 
+    def num_units(self, sizes: Sequence[int]) -> float:
+        """Return the loss units of a split."""
+        return sum(self._units(micro_batch) for micro_batch in self.micro_batches(sizes))
+
     @property
     def stepped_names(self) -> set[str]:
         """The weights that an optimizer steps."""

@@ -133,6 +133,10 @@ class TrainerSubject:
         """Whether that was asked already."""
         return self._is_random is not None
 
+    def num_units(self, sizes: Sequence[int]) -> float:
+        """Return the loss units of a split: samples, where nothing else is known."""
+        return float(sum(sizes))
+
     @property
     def stepped_names(self) -> set[str]:
         """The weights that an optimizer steps: a trainer steps all that it trains."""
