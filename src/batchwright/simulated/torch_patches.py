@@ -195,19 +195,19 @@ def _apply(patch: Patch) -> None:
         # Classes are asked through a descriptor, which hands every other thread the original itself.
         own = vars(place).get(name, _MISSING)
         kind = _GuardedData if hasattr(type(own), "__set__") else _Guarded
-        _applied.append(lambda: _put_back(place, name, own))
+        _applied.append(partial(_put_back, place, name, own))
         setattr(place, name, kind(patch, own))
         return
     before = getattr(place, name, _MISSING)
     if isinstance(before, list):  # read as a global of its module, where no property can stand
-        _applied.append(lambda: _put_back(place, name, before))
+        _applied.append(partial(_put_back, place, name, before))
         setattr(place, name, _GuardedList(before, stands_in))
         return
     if isinstance(place, ModuleType) and (isinstance(before, type) or not callable(before)):
         _apply_to_module(place, name, before, stands_in)
         return
     own = vars(place).get(name, _MISSING) if isinstance(place, ModuleType) else before
-    _applied.append(lambda: _put_back(place, name, own))
+    _applied.append(partial(_put_back, place, name, own))
     setattr(place, name, _guarded_function(before, stands_in))
 
 
@@ -272,11 +272,11 @@ def _apply_to_module(module: Any, name: str, before: Any, stands_in: Any) -> Non
     """Have a module answer for a class or a plain value: its type gets a property, its own names stay as they are."""
     kind: Any = type(module)
     if not issubclass(kind, _PatchedModule):
-        _applied.append(lambda: setattr(module, "__class__", kind))
+        _applied.append(partial(setattr, module, "__class__", kind))
         module.__class__ = type(kind.__name__, (_PatchedModule, kind), {})
         kind = type(module)
     own = vars(kind).get(name, _MISSING)
-    _applied.append(lambda: _put_back(kind, name, own))
+    _applied.append(partial(_put_back, kind, name, own))
     if isinstance(before, type) and isinstance(stands_in, type):
         stands_in = _class_for_both(before, stands_in)
     setattr(kind, name, _OfModule(name, own, stands_in))
