@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -259,8 +260,13 @@ def check_shape(workload: Workload, shape: Mapping[str, Any]) -> None:
 def without_torchs_own_log() -> Iterator[None]:
     """Keep torch from logging a traceback of its own for a mistake that the user is about to be shown."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, logger.disabled = logger.disabled, True
+    here = threading.get_ident()
+
+    def is_of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    logger.addFilter(is_of_another_thread)
     try:
         yield
     finally:
-        logger.disabled = was_disabled
+        logger.removeFilter(is_of_another_thread)

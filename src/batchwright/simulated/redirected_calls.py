@@ -4,6 +4,7 @@ Promises:
 - `device="cuda"`, `.cuda()`, `.to("cuda")`, `.to(0)` and `torch.device("cuda")` as a context lead to the target;
 - a tensor on the card says of itself what one on a GPU says: `is_cuda`, `device` is `cuda:0`;
 - `.type("torch.cuda.FloatTensor")` leads there too (old_types.py);
+- indices that are lists, ranges or arrays work as on a GPU (python_indices.py);
 - `torch.tensor(..., device="cuda")`, which escapes fake tensors, is made on the host and moved.
 """
 
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from batchwright.simulated.backend import NAME, is_on_card, refuse_other_cards
 from batchwright.simulated.held_back import raising_what_was_taken
 from batchwright.simulated.old_types import typed
+from batchwright.simulated.python_indices import index_on_card, refuse_index_of_card
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +27,7 @@ _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _GET_DEVICE = torch.Tensor.get_device
 _FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
 _PINNED = (torch.Tensor.pin_memory, torch.Tensor.is_pinned)
+_INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _MOVES_ARGUMENTS = (torch.Tensor.to,)
 _GPU = ("cuda", NAME)
 
@@ -62,6 +65,11 @@ class RedirectedCalls(TorchFunctionMode):
             return made.to(self._led(kwargs.get("device", self.target))).requires_grad_(
                 kwargs.get("requires_grad", False)
             )
+        if func in _INDEXED and self.target.type == NAME:
+            if is_on_card(args[0]):
+                args = (args[0], index_on_card(args[1], self.target), *args[2:])
+            else:
+                refuse_index_of_card(args[1])
         args = tuple(self._led(value) for value in args)
         kwargs = {name: self._led(value) for name, value in kwargs.items() if name != "pin_memory"}
         if func in _MOVES_ARGUMENTS and len(args) > 1 and type(args[1]) is int:
