@@ -4,6 +4,17 @@ shorter test beside it already shows."""
 from __future__ import annotations
 
 SLOW = (
+    "tests/ranks/test_faults.py::test_noise_ends_on_all_ranks[SIGKILL]",
+    "tests/ranks/test_faults.py::test_noise_ends_on_all_ranks[out of memory]",
+    "tests/ranks/test_faults.py::test_noise_ends_on_all_ranks[extra collective]",
+    "tests/ranks/test_faults.py::test_tune_ends_on_all_ranks_whichever_fails[bug]",
+    "tests/ranks/test_faults.py::test_tune_ends_on_all_ranks_whichever_fails[hang]",
+    "tests/ranks/test_faults.py::test_tune_ends_on_all_ranks_whichever_fails[SIGKILL]",
+    "tests/ranks/test_faults.py::test_a_rank_that_fails_while_it_loads_ends_fit_on_all[0-bug]",
+    "tests/ranks/test_faults.py::test_a_rank_that_fails_while_it_loads_ends_fit_on_all[1-bug]",
+    "tests/ranks/test_faults.py::test_a_rank_that_fails_while_it_loads_ends_fit_on_all[1-hang]",
+    "tests/ranks/test_faults.py::test_a_rank_that_fails_while_it_loads_ends_fit_on_all[0-hang]",
+    "tests/ranks/test_faults.py::test_a_hung_leader_and_a_hung_probe_end_fit_on_all[0-0]",
     "tests/cli/test_fit.py::TestProbesForReal::test_a_bug_at_a_later_shape_tells_what_was_found_before_it",
     "tests/cli/test_fit.py::TestProbesForReal::test_a_limit_of_the_shell_is_the_budget_of_the_probes_and_is_said",
     "tests/cli/test_fit.py::TestProbesForReal::test_json_is_all_of_stdout_and_a_job_runs_for_each_shape",

@@ -23,6 +23,7 @@ PARTS = (
     "concepts",
     "state",
     "device",
+    "ranks",
     "simulated",
     "memory",
     "fitting",

@@ -6,6 +6,7 @@ BatchwrightError
 ├── NothingFitsError                          not even the smallest size fits
 ├── CannotTraceError                          a step whose memory cannot be predicted without running it
 ├── StepFailedError                           the user's step raised, in another process
+├── RankFailedError                           a rank ran out of memory, hung or died, and ended all of them
 └── MissingExtraError     (also ImportError)  a package that belongs to an extra is not installed
 
 Each carries the exit code that the command ends with. The message says what was asked, what happened and
@@ -15,9 +16,10 @@ what to do; a caller in Python reads the same text as a person at the terminal.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import ModuleType
 
 
@@ -31,6 +33,8 @@ class BatchwrightError(Exception):
     """
 
     exit_code = 1
+    is_printed_elsewhere: bool | None = None
+    """Of an error that ranks share: whether another rank prints it; None where ranks have not talked about it."""
 
     def __init__(self, problem: str, *, details: list[str] | None = None, remedy: str = "") -> None:
         self.problem = problem
@@ -38,6 +42,12 @@ class BatchwrightError(Exception):
         self.remedy = remedy
         lines = [problem, *(f"  {line}" for line in self.details)]
         super().__init__("\n".join([*lines, f"  try: {remedy}"] if remedy else lines))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the error as plain data, for another process to raise."""
+        notes = list(getattr(self, "__notes__", ()))
+        told = {"problem": self.problem, "details": self.details, "remedy": self.remedy, "notes": notes}
+        return {"type": type(self).__name__, "exit_code": self.exit_code, **told}
 
 
 class InvalidInputError(BatchwrightError, ValueError):
@@ -66,10 +76,31 @@ class StepFailedError(BatchwrightError):
     exit_code = 3
 
 
+class RankFailedError(BatchwrightError):
+    """One rank ran out of memory, hung or died; the message names it."""
+
+
 class MissingExtraError(BatchwrightError, ImportError):
     """A package that one of batchwright's extras brings is not installed."""
 
     exit_code = 2
+
+
+def error_from_dict(data: Mapping[str, Any]) -> BatchwrightError:
+    """Read back what `BatchwrightError.to_dict` wrote.
+
+    >>> error_from_dict(InvalidInputError("no.", remedy="yes").to_dict())
+    InvalidInputError('no.\\n  try: yes')
+    """
+    kind = globals().get(data["type"])
+    known = isinstance(kind, type) and issubclass(kind, BatchwrightError)
+    make: type[BatchwrightError] = kind if known else BatchwrightError
+    error = make(data["problem"], details=data["details"], remedy=data["remedy"])
+    if error.exit_code != data["exit_code"]:
+        error.exit_code = data["exit_code"]
+    for note in data["notes"]:
+        error.add_note(note)
+    return error
 
 
 def import_extra(module: str, *, extra: str, purpose: str) -> ModuleType:

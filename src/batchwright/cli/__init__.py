@@ -9,13 +9,15 @@ Promises:
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import click
 
 from batchwright.cli.streams import open_streams
-from batchwright.noise.process_group import is_first_rank
+from batchwright.ranks.place import is_first_rank
 
 # Name and one-line help of each command, in the order a person asks. Kept here, so that `--help` need not
 # import the commands; a test compares each line with the command's own.
@@ -107,6 +109,9 @@ def split_arguments(args: list[str]) -> tuple[list[str], list[str]]:
 
 def main(args: list[str] | None = None) -> NoReturn:
     """Run the command and exit with its code."""
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        # Where a rank dies, torch's stores print traces of C++ about the lost connection. Read when torch is imported.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     sys.exit(_run(args))
 
 
@@ -153,11 +158,13 @@ def _run(args: list[str] | None) -> int:
         from batchwright.errors import BatchwrightError
 
         if isinstance(error, BatchwrightError):
-            # Ranks share their errors: one message is enough.
-            if is_first_rank():
+            # Ranks share their errors: one message is enough, that of the rank that failed.
+            if not error.is_printed_elsewhere and (error.is_printed_elsewhere is False or is_first_rank()):
                 # A step that failed in a child process tells of itself by its traceback.
                 click.echo(str(error) if error.exit_code == 3 else f"Error: {error}", err=True)
                 _show_notes(error)
+            if error.is_printed_elsewhere is not None:
+                _leave_at_once(error.exit_code)
             return error.exit_code
         if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "numpy"):
             click.echo(
@@ -170,16 +177,32 @@ def _run(args: list[str] | None) -> int:
     return outcome if isinstance(outcome, int) else 0
 
 
+def _leave_at_once(code: int) -> NoReturn:
+    """End a rank by its own exit code: torch takes a second to clean up, and torchrun ends those that are late."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
 def _show_users_error(error: BaseException) -> int:
     from batchwright.users_code import users_traceback_text
 
     click.echo(users_traceback_text(error), err=True)
-    return 3
+    return 1 if _is_out_of_memory(error) else 3
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether the user's code found no room: a clean "no", if torch was there to say so."""
+    if isinstance(error, MemoryError) or "torch" not in sys.modules:
+        return isinstance(error, MemoryError)
+    from batchwright.ranks.failure import is_out_of_memory
+
+    return is_out_of_memory(error)
 
 
 def _show_own_error(error: BaseException) -> int:
     """Admit a mistake of batchwright's own in one message; the traceback is for whoever mends it."""
-    import os
     import traceback
 
     if os.environ.get("BATCHWRIGHT_TRACEBACK"):

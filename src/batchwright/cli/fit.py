@@ -15,7 +15,7 @@ from batchwright.cli.options import DEFAULT_DEVICE, Amount, Count, json_option, 
 from batchwright.cli.then_job import check_job, run_jobs
 from batchwright.errors import InvalidInputError
 from batchwright.fitting.question import Question
-from batchwright.noise.process_group import is_first_rank
+from batchwright.ranks.place import is_first_rank
 from batchwright.targets import find_target
 from batchwright.units import parse_whole_number, shortened
 

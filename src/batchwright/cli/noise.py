@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from batchwright.cli.options import DEFAULT_DEVICE, Count, json_option, print_found, target_argument
-from batchwright.noise.process_group import is_first_rank
+from batchwright.ranks.place import is_first_rank
 
 
 @click.command("noise")
@@ -68,16 +68,16 @@ def command(target: str, as_json: bool, **options: Any) -> int:
 def _measure(target: str, options: dict[str, Any], *, speaks: bool) -> Any:
     from batchwright.device.device import default_device
     from batchwright.noise.noise_run import measure_noise
-    from batchwright.noise.process_group import process_group
+    from batchwright.ranks.process_group import process_group
+    from batchwright.ranks.session import together
     from batchwright.report.progress import Progress
     from batchwright.targets import load_workload
 
     # What the user's code prints must not get into the answer.
-    with (
-        Progress() as progress,
-        redirect_stdout(sys.stderr),
-        process_group(options["on"] or default_device()) as device,
-    ):
-        say = progress.say if speaks else lambda _: None
+    with Progress() as progress, redirect_stdout(sys.stderr), together("noise") as ranks:
+        say = ranks.ticking(progress.say if speaks else lambda _: None)
         say(f"loading {target}")
-        return measure_noise(load_workload(target), **{**options, "on": device}, progress=say)
+        with ranks.at(f"loading {target}"):
+            workload = load_workload(target)
+        with process_group(options["on"] or default_device()) as device:
+            return measure_noise(workload, **{**options, "on": device}, progress=say)

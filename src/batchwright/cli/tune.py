@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -12,8 +11,8 @@ import click
 
 from batchwright.cli.options import DEFAULT_DEVICE, Amount, Count, json_option, print_found, target_argument
 from batchwright.errors import InvalidInputError
-from batchwright.noise.process_group import is_first_rank
 from batchwright.planning.dialects.registry import FRAMEWORKS, find_dialect
+from batchwright.ranks.place import is_first_rank, read_place
 from batchwright.units import parse_whole_number
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
     options["shape"] = parse_shape(options.pop("shapes"))
     options["skip"] = tuple(name.strip() for name in (options["skip"] or "").split(",") if name.strip())
     options["branch_batches"] = _batches(options.pop("branches"))
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = read_place().world_size
     if options["devices"] is None:
         options["devices"] = ranks
     elif ranks > 1 and options["devices"] != ranks:
@@ -93,7 +92,8 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
         command, *arguments = found.run["workload"]["command"].partition(" -- ")
         options_to_add = f"--run-file {options['file']} --resume --for {FRAMEWORKS[0]}"
         click.echo(f"what to type: {command} {options_to_add}{''.join(arguments)}", err=True)
-    return int("skipped" in advised)
+        return 0
+    return 3 if any(isinstance(section, dict) and section.get("raised") for section in found.run.values()) else 1
 
 
 def _tune(target: str, options: dict[str, Any], *, speaks: bool) -> Tuned:

@@ -14,7 +14,9 @@ import json
 import os
 import signal
 import sys
-from contextlib import nullcontext, suppress
+import threading
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +26,12 @@ from batchwright.targets import Target
 from batchwright.users_code import users_traceback_text
 
 if TYPE_CHECKING:
-    from batchwright.device.outcome import Outcome
+    from collections.abc import Callable
 
+    from batchwright.device.outcome import Outcome
+    from batchwright.ranks.failure import RankFailure
+
+_is_answered = threading.Lock()
 _PR_SET_PDEATHSIG = 1
 
 
@@ -38,34 +44,56 @@ def main() -> None:
     # The process is the target's from here on: its functions may read their arguments whenever they are called.
     sys.argv = sys.argv[:1] if job.target is None else Target.read(job.target).argv
     try:
-        answer: dict[str, Any] = {"outcome": run_job(job).to_dict()}
+        answer: dict[str, Any] = {"outcome": run_job(job, lambda failure: _write_failure(failure, place)).to_dict()}
     except BatchwrightError as error:
-        told = {"problem": error.problem, "details": error.details, "remedy": error.remedy}
-        answer = {"error": {"type": type(error).__name__, **told}}
+        answer = {"error": error.to_dict()}
     except BaseException as error:
         answer = {"raised": users_traceback_text(error)}
-    scratch = Path(f"{place}.part")
-    scratch.write_text(json.dumps(answer))
-    scratch.rename(place)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not a plain exit: torch's own clean-up can crash where memory is scarce, and can wait for other ranks for ever.
-    os._exit(0)
+    write_answer(answer, place)
 
 
-def run_job(job: Job) -> Outcome:
-    """Load the workload and run its probe in this process."""
-    workload = part_to_probe(job.load(), only_evaluate=job.only_evaluate, order=job.order)
+def write_answer(answer: dict[str, Any], place: str) -> None:
+    """Write the answer, if none was written, and end the process."""
+    # The thread that watches over ranks writes one where the main thread hangs.
+    if _is_answered.acquire(blocking=False):
+        scratch = Path(f"{place}.part")
+        scratch.write_text(json.dumps(answer))
+        scratch.rename(place)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not a plain exit: torch's own clean-up can crash where memory is scarce, and can wait for other ranks
+        # for ever.
+        os._exit(0)
+    time.sleep(60)  # another thread is about to end the process
+
+
+def run_job(job: Job, on_failure: Callable[[RankFailure], None]) -> Outcome:
+    """Load the workload and run its probe in this process; `on_failure` is called where child ranks hang."""
     from batchwright.device.device import open_limited
     from batchwright.device.limited_host import live_bytes
-    from batchwright.fitting.child_rank import in_group, wrapped
 
-    device = open_limited(job.on, job.limit_bytes, held_bytes=live_bytes([workload.model]))
-    told: dict[str, Any] = {"shape": job.shape, "accumulation": job.accumulation, "clip_norm": job.clip_norm}
-    with in_group(job.rendezvous) if job.rendezvous else nullcontext():
-        if job.rendezvous:
+    settings: dict[str, Any] = {"shape": job.shape, "accumulation": job.accumulation, "clip_norm": job.clip_norm}
+    with ExitStack() as stack:
+        session = None
+        if job.rendezvous is not None:
+            from batchwright.fitting.child_rank import among_children, join_children, wrapped
+
+            session = stack.enter_context(among_children(job.rendezvous, on_failure))
+            session.where = f"loading {job.target or 'the workload'}"
+        workload = part_to_probe(job.load(), only_evaluate=job.only_evaluate, order=job.order)
+        device = open_limited(job.on, job.limit_bytes, held_bytes=live_bytes([workload.model]))
+        if session is not None:
+            session.where = f"probe of micro-batch {job.micro_batch}"
+            join_children(session)
             workload = wrapped(workload)
-        return device.probe(workload, job.micro_batch, **told)
+        outcome = device.probe(workload, job.micro_batch, **settings)
+        if session is not None and outcome.fits:
+            session.gather("end", None)  # one that hangs after its last collective is found here
+        return outcome
+
+
+def _write_failure(failure: RankFailure, place: str) -> None:
+    write_answer({"error": failure.to_error().to_dict()}, place)
 
 
 def _die_with_parent() -> None:

@@ -1,30 +1,31 @@
-"""One rank of a probe across ranks: its own process group, its own short time-out, the model wrapped."""
+"""One rank of a probe across ranks: its own session and process group, the model wrapped."""
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from batchwright.ranks.meeting import Address
+from batchwright.ranks.place import Place
+from batchwright.ranks.process_group import join_group
+from batchwright.ranks.session import Session, join_as_child
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from batchwright.fitting.job import Rendezvous
+    from batchwright.ranks.failure import RankFailure
     from batchwright.workload import Workload
 
 
 @contextmanager
-def in_group(meeting: Rendezvous) -> Iterator[None]:
-    """Join the child ranks of this probe; the group is left by ending the process, which never waits."""
-    import os
-
-    from torch import distributed
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
+def among_children(meeting: Rendezvous, on_failure: Callable[[RankFailure], None]) -> Iterator[Session]:
+    """Meet the child ranks of this probe, before anything of the user's is loaded."""
     # What users' code reads; the addresses are those of this probe, not of the launcher's group.
     os.environ.update(
         RANK=str(meeting.rank),
@@ -33,18 +34,16 @@ def in_group(meeting: Rendezvous) -> Iterator[None]:
         MASTER_ADDR=meeting.host,
         MASTER_PORT=str(meeting.port),
     )
-    wait = timedelta(seconds=meeting.timeout_seconds)
-    store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=wait)
-    distributed.init_process_group(
-        store=PrefixStore(meeting.prefix, store),
-        rank=meeting.rank,
-        world_size=meeting.world_size,
-        timeout=wait,
-        # gloo for what lives on the CPU, the accelerator's own for the rest: torch picks by device.
-    )
+    place = Place(meeting.rank, meeting.world_size, meeting.local_rank)
+    with join_as_child(place, Address(meeting.host, meeting.port), meeting.prefix, on_failure=on_failure) as session:
+        yield session
+
+
+def join_children(session: Session) -> None:
+    """Make the process group of this probe; it is left by ending the process, which never waits."""
+    join_group(session, session.store, "group")
     # Joined here, so that connecting is not charged to the first step, and a rank that is missing is named early.
-    distributed.barrier()
-    yield
+    torch.distributed.barrier()
 
 
 def wrapped(workload: Workload) -> Workload:

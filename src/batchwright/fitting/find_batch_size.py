@@ -17,13 +17,13 @@ from batchwright.device.limited_host import live_bytes
 from batchwright.device.out_of_memory import is_out_of_memory
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.fitting.budget import Budget, open_budget
-from batchwright.fitting.ranks import Ranks
 from batchwright.fitting.result import Fit
 from batchwright.fitting.second_step import STEPS_OF_A_PROBE, CutCalls
 from batchwright.fitting.series import Cap, cheap_collections, run_series
 from batchwright.fitting.training_function import Returned, Sizes, TrainingFunction
 from batchwright.planning.plan import plan
 from batchwright.planning.split import largest_divisor
+from batchwright.ranks.meeting import find_place
 from batchwright.state.held_objects import held_objects
 from batchwright.units import format_bytes, shortened, whole_number
 
@@ -124,7 +124,7 @@ class BatchSizeFinder(Generic[Returned]):
         """Find the size, then run the function at it."""
         arguments = self._called.bind(args, kwargs)
         self.last_fit = None
-        if Ranks.are_here():
+        if not find_place().is_alone:
             raise InvalidInputError(
                 f"{self._called.name} runs on several ranks, and one that runs out of memory in a probing call leaves "
                 "the others waiting in a collective that nothing can end.",

@@ -30,6 +30,8 @@ from batchwright.fitting.shapes import every_shape
 from batchwright.fitting.work import Work, read_work
 from batchwright.memory.on_card import card_named, read_settings
 from batchwright.memory.tracing import check_batches
+from batchwright.ranks.meeting import find_place
+from batchwright.ranks.session import on_all_ranks, together
 from batchwright.state.kept_state import kept
 from batchwright.units import whole_number
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from batchwright.workload import Workload
 
 
+@on_all_ranks("fit")
 def fit(
     work: Workload | Step | str,
     *,
@@ -130,7 +133,11 @@ def fit(
         # Without a wrap that spreads it, a rank holds what one device does.
         ranks = whole_number(devices, "devices") if asked.workload.wrap is not None else 1
         return _on_card(ask, card, devices=ranks, settings=read_settings(allocator))
-    fit_part = _in_children if Ranks.are_here() or (asked.target is not None if isolate is None else isolate) else _here
+    fit_part = (
+        _in_children
+        if not find_place().is_alone or (asked.target is not None if isolate is None else isolate)
+        else _here
+    )
     return fit_part(Ask(asked, asked.workload, question, job, evaluate, memory, margin, cache, notes, say))
 
 
@@ -204,19 +211,25 @@ def _here(ask: Ask) -> Fit:
 
 def _in_children(ask: Ask) -> Fit:
     """Run the probes in processes of their own; where there are ranks, in child ranks."""
-    ranks = Ranks.meet() if Ranks.are_here() else None
+    with together("fit") as session:
+        return _in_child_ranks(ask, None if session.is_alone else Ranks(session))
+
+
+def _in_child_ranks(ask: Ask, ranks: Ranks | None) -> Fit:
     job = ask.job if ranks is None else replace(ask.job, on=ranks.own_device(ask.job.on))
     own = open_budget(job.on, ask.memory, margin=ask.margin, sharers=ranks.local_world_size if ranks else 1)
     budget = own if ranks is None else replace(own, limit_bytes=ranks.least(own.limit_bytes))
+    say = ask.say if ranks is None else ranks.session.ticking(ask.say)
+    ask = replace(ask, say=say)
 
     def run(job: Job) -> Fit:
         prober = InChild(job) if ranks is None else AcrossRanks(job, ranks)
         return fit_shapes(ask.question, prober, budget, **ask.told(job, ask.part(job), prober.where))
 
-    with _loadable(ask.work, replace(job, limit_bytes=own.probe_bytes)) as ready:
+    with _loadable(ask.work, replace(job, limit_bytes=own.probe_bytes), ranks) as ready:
         if ranks is None:
             return ask.answer(run, ready)
-        if ranks.rank > 0:
+        if not ranks.leads:
             return ranks.follow(ready)
         return ranks.lead(lambda: ask.answer(run, ready))
 
@@ -228,12 +241,14 @@ def _budget_of(prober: InProcess | PlainStep, memory: str | int | None, margin: 
 
 
 @contextlib.contextmanager
-def _loadable(asked: Work, job: Job) -> Iterator[Job]:
+def _loadable(asked: Work, job: Job, ranks: Ranks | None) -> Iterator[Job]:
     """Give the job a file to load the workload from, where it has no target."""
     if asked.target is not None:
         yield job
         return
     with tempfile.TemporaryDirectory(prefix="batchwright-") as folder:
+        if ranks is not None:
+            ranks.session.folders.append(folder)
         pickled = Path(folder) / "workload"
         pickled.write_bytes(asked.pickled())
         yield replace(job, pickled=str(pickled))

@@ -131,6 +131,4 @@ def _read(answer: dict[str, Any]) -> Outcome:
         return Outcome.from_dict(answer["outcome"])
     if "raised" in answer:
         raise errors.StepFailedError(answer["raised"])
-    told = answer["error"]
-    kind = getattr(errors, told["type"], errors.BatchwrightError)
-    raise kind(told["problem"], details=told["details"], remedy=told["remedy"])
+    raise errors.error_from_dict(answer["error"])

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the child ranks of one probe meet, and how long one waits for another."""
+    """Where the child ranks of one probe meet."""
 
     host: str
     port: int
@@ -21,7 +21,6 @@ class Rendezvous:
     rank: int
     world_size: int
     local_rank: int
-    timeout_seconds: float
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Promises:
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from batchwright.printed_result import PrintedResult
@@ -136,6 +136,24 @@ class Fit(PrintedResult):
             "plan": self.plan.to_dict() if self.plan else None,
             "notes": list(self.notes),
         }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Fit:
+        """Read back what `to_dict` wrote on another rank; a plan is made later, and has no way back."""
+        from batchwright.device.outcome import Outcome
+
+        named = {each.name: data[each.name] for each in fields(Fit) if each.name in data}
+        read = {
+            "trials": tuple(Outcome.from_dict(trial) for trial in data["trials"]),
+            "next_size": NextSize(**data["next_size"]) if data["next_size"] else None,
+            "line": MemoryLine(**data["line"]) if data["line"] else None,
+            "restored": Restored(**{name: tuple(words) for name, words in data["restored"].items()}),
+            "shapes": tuple(map(Fit.from_dict, data["shapes"])),
+            "evaluation": Fit.from_dict(data["evaluation"]) if data["evaluation"] else None,
+            "notes": tuple(data["notes"]),
+            "plan": None,
+        }
+        return Fit(**{**named, **read})
 
     def __rich__(self) -> RenderableType:
         from batchwright.report.fit_text import draw_fit

@@ -137,7 +137,8 @@ class SeedBranches:
         loader = SizedBatches(itertools.islice(trained.batches(size, accumulation), steps * accumulation), size)
         for micro in accumulator.micro_batches(loader, weight=self._workload.units):
             loss = checked_loss(self._loss(trained.model, micro))
-            if not bool(torch.isfinite(loss.detach()).all()):
+            is_bad = not bool(torch.isfinite(loss.detach()).all())
+            if trained.summed(float(is_bad))[0]:  # all ranks end a branch, or none
                 return
             step = accumulator.backward(loss)
             if step is None:
@@ -163,4 +164,7 @@ class SeedBranches:
             for batch, size in batches:
                 weight = float(size if self._workload.units is None else self._workload.units(batch))
                 total, units = total + weight * float(self._loss(trained.model, batch)), units + weight
+        # Samples that are made differ from rank to rank. Judged apart, ranks would end a branch at different steps, or
+        # tune to different rates, and wait for each other for ever.
+        total, units = trained.summed(total, units)
         return total / units if math.isfinite(total) else math.inf

@@ -3,23 +3,25 @@
 Promises:
 - a stage that fails says so in its section and does not take the rest with it;
 - after every stage the run's file is written: what was measured is kept whatever comes, Ctrl-C included;
-- `resume` goes on where a run of the same question ended.
+- `resume` goes on where a run of the same question ended;
+- under torchrun all ranks go on with what the first one found; one whose code raises, or that runs out of memory, hangs
+  or dies, ends the run on all of them.
 """
 
 from __future__ import annotations
 
 import datetime
 import time
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from batchwright.device.device import default_device, open_device
-from batchwright.errors import BatchwrightError, InvalidInputError
+from batchwright.errors import BatchwrightError, InvalidInputError, RankFailedError, StepFailedError
 from batchwright.memory.on_card import card_named
-from batchwright.noise.process_group import is_first_rank, process_group
+from batchwright.ranks.failure import is_out_of_memory
+from batchwright.ranks.process_group import process_group
+from batchwright.ranks.session import Session, together
 from batchwright.targets import load_workload
 from batchwright.tuning import stages
 from batchwright.tuning.advise_run import advise_run
@@ -102,36 +104,50 @@ def tune(
         skip=skip,
     )
     card_named(ask.on) if ask.is_on_card else open_device(ask.on)  # one that is not there is refused at once
-    path = None if file is None or not is_first_rank() else Path(file)
-    workload = load_workload(work) if isinstance(work, str) else work
+    with together("tune") as ranks:
+        path = None if file is None or ranks.rank > 0 else Path(file)
+        return _tune(work, ask, path, ranks, ranks.ticking(say), file=file, resume=resume)
+
+
+def _tune(
+    work: Workload | str,
+    ask: Ask,
+    path: Path | None,
+    ranks: Session,
+    say: Callable[[str], None],
+    *,
+    file: str | Path | None,
+    resume: bool,
+) -> Tuned:
     target = work if isinstance(work, str) else None
-    about = stages.describe_workload(workload, target, ask)
-    run = _resumed(path, about, ask, say) if resume else _new(about)
+    with ranks.at(f"loading {target or 'the workload'}"):
+        workload = load_workload(work) if isinstance(work, str) else work
+        about = stages.describe_workload(workload, target, ask)
+    run = _resumed(path, about, ranks, say) if resume else _new(about)
     known = Known(run)
     seconds: dict[str, float] = run["workload"].setdefault("seconds", {})
-    with ExitStack() as ranks:
-        device: str | None = None
-        for number, stage in enumerate(STAGES, 1):
-            if is_done(run[stage]):
-                continue
-            why = ask.why_not(stage) or (_cannot_train(workload, known) if stage in _TRAINS else None)
-            if why is not None:
-                run[stage] = {"skipped": why}
-                continue
-            if stage in _TRAINS and device is None:
-                device = ranks.enter_context(process_group(ask.on))
-            say(f"stage {number} of {len(STAGES)}: {stage}")
-            start = time.monotonic()
-            try:
-                run[stage] = _section(stage, work if stage == "fit" else workload, known, ask, say)
-            except KeyboardInterrupt as stop:
-                run[stage] = {"skipped": "interrupted"}
-                if _keep(run, path, say):
-                    stop.add_note(f"What was measured is in {path}; the same command with --resume goes on.")
-                raise
-            finally:
-                seconds[stage] = time.monotonic() - start
-                _keep(run, path, say)
+    for number, stage in enumerate(STAGES, 1):
+        if is_done(run[stage]):
+            continue
+        why = ask.why_not(stage) or (_cannot_train(workload, known) if stage in _TRAINS else None)
+        if why is not None:
+            run[stage] = {"skipped": why}
+            continue
+        say(f"stage {number} of {len(STAGES)}: {stage}")
+        start = time.monotonic()
+        try:
+            with ranks.at(f"stage {stage}"):
+                run[stage] = _section(stage, work if stage == "fit" else workload, known, ask, ranks, say)
+        except KeyboardInterrupt as stop:
+            run[stage] = {"skipped": "interrupted"}
+            if _keep(run, path, say):
+                stop.add_note(f"What was measured is in {path}; the same command with --resume goes on.")
+            raise
+        finally:
+            seconds[stage] = time.monotonic() - start
+            _keep(run, path, say)
+        if file is not None:
+            ranks.remedy = f"What was measured before that is in {file}; the same command with --resume goes on."
     advise_run(run, ask)
     run["finished"] = True
     return Tuned(run, file=path if _keep(run, path, say) else None)
@@ -148,14 +164,9 @@ def _new(about: dict[str, Any]) -> dict[str, Any]:
     return {**new_run(created), "workload": about}
 
 
-def _resumed(path: Path | None, about: dict[str, Any], ask: Ask, say: Callable[[str], None]) -> dict[str, Any]:
+def _resumed(path: Path | None, about: dict[str, Any], ranks: Session, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the run to go on with, the same on every rank: one that left out a stage alone would wait for ever."""
-    found = [_read(path, about, say) if is_first_rank() else None]
-    with process_group(ask.on):
-        if dist.is_initialized():
-            dist.broadcast_object_list(found)
-    (run,) = found
-    assert run is not None
+    run = ranks.share("run", _read(path, about, say) if ranks.rank == 0 else None)
     return {**run, "finished": False}
 
 
@@ -176,19 +187,52 @@ def _read(path: Path | None, about: dict[str, Any], say: Callable[[str], None]) 
     return run
 
 
-def _section(stage: str, work: Any, known: Known, ask: Ask, say: Callable[[str], None]) -> dict[str, Any]:
+def _section(
+    stage: str, work: Any, known: Known, ask: Ask, ranks: Session, say: Callable[[str], None]
+) -> dict[str, Any]:
+    if ranks.is_alone:
+        return _run_stage(stage, work, known, ask, say)
+    own = _run_on_ranks(stage, work, known, ask, say)
+    sections = ranks.gather("section", own)
+    # Where one rank has no answer, none has; else what the first found, so that no two go on differently.
+    chosen: dict[str, Any] = next((each for each in sections if not is_done(each)), sections[0])
+    return chosen
+
+
+def _run_on_ranks(stage: str, work: Any, known: Known, ask: Ask, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run a stage on this rank; what the user's code raises passes: the others wait for this rank, and cannot go on."""
+    try:
+        # A group of its own, so that a stage that failed leaves nothing to the next.
+        if stage not in _TRAINS:
+            return _RUNS[stage](work, known, ask, say)
+        with process_group(ask.on) as device:
+            return _RUNS[stage](work, known, replace(ask, on=device), say)
+    except BatchwrightError as error:
+        if isinstance(error, StepFailedError | RankFailedError):
+            raise
+        say(f"{stage} failed: {error}")
+        return {"skipped": f"failed: {error}{_notes(error)}"}
+
+
+def _run_stage(stage: str, work: Any, known: Known, ask: Ask, say: Callable[[str], None]) -> dict[str, Any]:
     try:
         return _RUNS[stage](work, known, ask, say)
     except BatchwrightError as error:
         say(f"{stage} failed: {error}")
-        return {"skipped": f"failed: {error}{_notes(error)}"}
+        return {"skipped": f"failed: {error}{_notes(error)}", **_raised(isinstance(error, StepFailedError))}
     except SystemExit as error:
         if not is_from_users_code(error):
             raise
-        return {"skipped": f"failed: the code that was run called sys.exit({error.code!r})"}
+        return {"skipped": f"failed: the code that was run called sys.exit({error.code!r})", **_raised(True)}
     except Exception as error:  # the user's code; the rest of the run can still be told
         say(f"{stage} failed: {users_traceback_text(error)}")
-        return {"skipped": f"failed: {type(error).__name__}: {error}{_notes(error)}"}
+        is_full = is_out_of_memory(error)
+        return {"skipped": f"failed: {type(error).__name__}: {error}{_notes(error)}", **_raised(not is_full)}
+
+
+def _raised(is_users: bool) -> dict[str, Any]:
+    """Mark a section whose stage ended in the user's code: where nothing can be recommended, it is why."""
+    return {"raised": True} if is_users else {}
 
 
 def _notes(error: BaseException) -> str:

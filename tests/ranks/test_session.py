@@ -1,0 +1,99 @@
+"""What crosses ranks is plain data, through a store that only this machine reaches where all ranks are on it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import batchwright
+from batchwright import errors
+from batchwright.device.outcome import Outcome
+from batchwright.device.peak_bytes import PeakBytes
+from batchwright.fitting.result import Fit, MemoryLine, NextSize, Restored
+from batchwright.fitting.verdict_of_ranks import verdict_of
+from batchwright.ranks import meeting
+from batchwright.ranks.place import Place
+
+ROOT = Path(batchwright.__file__).parent
+PICKLING = {"broadcast_object_list", "gather_object", "all_gather_object", "scatter_object_list", "send_object_list"}
+# A workload without a target is handed to a child process of this rank, in a file that only its user reads.
+OWN_FILE = "fitting/job.py"
+
+
+def test_nothing_that_ranks_send_each_other_is_pickled() -> None:
+    for file in ROOT.rglob("*.py"):
+        used = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
+        assert not {node.attr for node in used} & PICKLING, file
+        unpickles = any(node.attr == "loads" and ast.unparse(node.value) == "pickle" for node in used)
+        assert not unpickles or str(file.relative_to(ROOT)) == OWN_FILE, file
+
+
+def test_a_store_of_ours_listens_on_the_loopback_interface_only() -> None:
+    address = meeting._open(Place(0, 2, 0, 2))
+    try:
+        table = Path("/proc/net/tcp")
+        if not table.exists():
+            pytest.skip("this system does not list its sockets there")
+        rows = [
+            line.split() for line in (*table.read_text().splitlines(), *Path("/proc/net/tcp6").read_text().splitlines())
+        ]
+        listening = [row[1] for row in rows if row[1].endswith(f":{address.port:04X}") and row[3] == "0A"]
+        assert listening == [f"0100007F:{address.port:04X}"]
+    finally:
+        meeting._opened.pop()
+
+
+def test_a_fit_is_the_same_on_the_rank_that_reads_it() -> None:
+    ran = Outcome(8, {"seq_len": 4}, "fits", PeakBytes(device=2**20), seconds=1.5, step_seconds=0.5)
+    found = Fit(
+        name="a",
+        on="cpu",
+        micro_batch=8,
+        limit=16,
+        limit_bytes=2**30,
+        trials=(ran,),
+        next_size=NextSize(9, None, "not tried"),
+        reason="a reason",
+        shape={"seq_len": 4},
+        line=MemoryLine(1, 2, "trace"),
+        restored=Restored(("all",), ()),
+        notes=("a note",),
+        ranks=2,
+    )
+    whole = dataclasses.replace(found, shapes=(found,), evaluation=found)
+    assert Fit.from_dict(whole.to_dict()) == whole
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.InvalidInputError("no.", details=["a"], remedy="b"),
+        errors.NothingFitsError("nothing."),
+        errors.StepFailedError("Traceback"),
+    ],
+)
+def test_an_error_of_ours_is_the_same_on_the_rank_that_reads_it(error: errors.BatchwrightError) -> None:
+    error.add_note("a note")
+    read = errors.error_from_dict(error.to_dict())
+    assert type(read) is type(error)
+    assert str(read) == str(error)
+    assert read.exit_code == error.exit_code
+    assert read.__notes__ == ["a note"]
+
+
+LOST = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+
+
+def test_the_verdict_names_the_rank_that_caused_it_and_not_one_that_lost_its_peer() -> None:
+    lost = Outcome(8, {}, "failed", None, seconds=1.0, error=LOST, traceback="...")
+    bug = Outcome(8, {}, "failed", None, seconds=2.0, error="KeyError: 1", traceback="KeyError: 1")
+    assert (verdict_of([lost.to_dict(), bug.to_dict()]).traceback or "").startswith("rank 1 raised:")
+    hung = {"error": errors.RankFailedError("rank 0 hangs").to_dict()}
+    with pytest.raises(errors.RankFailedError, match="rank 0 hangs"):
+        verdict_of([hung, lost.to_dict()])
+    raised = {"error": errors.StepFailedError("Traceback of mine").to_dict()}
+    with pytest.raises(errors.StepFailedError, match="rank 1 raised:\nTraceback of mine"):
+        verdict_of([hung, raised])
