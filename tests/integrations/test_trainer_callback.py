@@ -102,13 +102,16 @@ def test_metrics_stand_in_the_trainers_logs_and_in_its_tensorboard(
     rows = [row for row in trainer.state.log_history if "loss" in row]
     settings = {"batch/micro": 4, "batch/accumulation": 4, "batch/effective": 16}
     assert all(row.items() >= settings.items() for row in rows)
-    # An interval needs five observations; until then there is no number, rather than one that is none.
-    assert [row["step"] for row in rows if "batch/critical_low" in row] == [5, 6, 7, 8]
+    # An interval needs five observations, and more where they leave room for a drift down to nothing; until then there
+    # is no number, rather than one that is none.
+    bounded = [row for row in rows if "batch/critical_low" in row]
+    assert bounded[-1]["step"] == 8
+    assert bounded[0]["step"] >= 5
     assert rows[-1]["batch/critical_low"] <= rows[-1].get("batch/critical", float("inf"))
     assert [step for step, _ in told] == list(range(1, 9))
     assert told[-1][1] == {name: value for name, value in rows[-1].items() if name.startswith("batch/")}
     found = scalars(tmp_path / "board")["train/batch/critical_low"]
-    assert found == pytest.approx({row["step"]: row["batch/critical_low"] for row in rows[4:]})
+    assert found == pytest.approx({row["step"]: row["batch/critical_low"] for row in bounded})
     assert texts(tmp_path / "board")["Config/effective_batch_size"] == [effective_batch_text(4, 4)]
 
 

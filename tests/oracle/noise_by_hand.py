@@ -16,7 +16,10 @@ def flat_gradient(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
     weights = [p for p in model.parameters() if p.requires_grad]
     found = torch.autograd.grad(loss, weights, allow_unused=True)
     return torch.cat(
-        [(torch.zeros_like(w) if g is None else g).reshape(-1).double() for w, g in zip(weights, found, strict=True)]
+        [
+            (torch.zeros_like(w) if g is None else g.to_dense()).reshape(-1).double()
+            for w, g in zip(weights, found, strict=True)
+        ]
     )
 
 

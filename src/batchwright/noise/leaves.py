@@ -140,7 +140,7 @@ class LeafSquares:
     def probe_of_gradients(self) -> torch.Tensor | float:
         """The same of the gradients that are there now."""
         gradients = [(self.weights.parameters[index].grad, signs) for index, signs in self._signs.items()]
-        found = [_probe(gradient, signs) for gradient, signs in gradients if gradient is not None]
+        found = [_probe(each, signs) for each, signs in gradients if each is not None and not each.is_sparse]
         return _total(found, self.weights.device)
 
 

@@ -63,7 +63,8 @@ class NoiseScale:
     For a loop of one's own: `NoiseScale(model, optimizer=optimizer, micro_batch=8)`, made before the loop begins.
     `every` looks at one step in so many; `window` is the number of units that the average goes over, by default those
     of 200 steps; `unit` names what the weights count; `population` is the size of a dataset that is drawn from without
-    replacement; `scaler` is a loop's GradScaler.
+    replacement; `scaler` is a loop's GradScaler. `batch_dim=1` is for inputs whose samples lie along dimension 1, as in
+    recurrent nets and transformers that take the time first.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class NoiseScale:
         *,
         optimizer: Any = None,
         micro_batch: int | None = None,
+        batch_dim: int = 0,
         scaler: Any = None,
         every: int = 1,
         window: float | None = None,
@@ -92,7 +94,7 @@ class NoiseScale:
         self.accumulator = accumulator_or_model if isinstance(accumulator_or_model, Accumulator) else None
         """What is watched; None for a loop of the user's own."""
         if isinstance(accumulator_or_model, Accumulator):
-            if optimizer is not None or micro_batch is not None or scaler is not None:
+            if optimizer is not None or micro_batch is not None or scaler is not None or batch_dim:
                 raise InvalidInputError(
                     "an Accumulator knows its optimizer, its micro-batches and its scaler; received one of them too.",
                     remedy="NoiseScale(accumulator)",
@@ -101,7 +103,8 @@ class NoiseScale:
             self._source = self._watched(accumulator_or_model, every)
         else:
             model = accumulator_or_model
-            self._source = self._of_own_loop(model, as_list(optimizer), micro_batch, scaler, every)
+            along = whole_number(batch_dim, "batch_dim", least=0)
+            self._source = self._of_own_loop(model, as_list(optimizer), micro_batch, along, scaler, every)
         names = self._source.leaves.weights.names
         self._alike = RanksAlike()
         self._track = Track(window=window, unit=unit or "samples", names=names, every=every)
@@ -258,7 +261,7 @@ class NoiseScale:
         return source
 
     def _of_own_loop(
-        self, model: Any, optimizers: list[Any], micro_batch: int | None, scaler: Any, every: int
+        self, model: Any, optimizers: list[Any], micro_batch: int | None, batch_dim: int, scaler: Any, every: int
     ) -> OwnLoop:
         if not hasattr(model, "named_parameters"):
             raise InvalidInputError(
@@ -277,6 +280,7 @@ class NoiseScale:
             model,
             optimizers,
             micro_batch=whole_number(micro_batch, "micro_batch"),
+            batch_dim=batch_dim,
             scaler=scaler,
             every=every,
             sink=self,

@@ -4,7 +4,9 @@ Promises:
 - the mean gradient is read at the end of the last backward, after ranks are synchronised and before anything is
   unscaled or clipped, so that neither changes the answer;
 - every micro-batch is taken to weigh the same; how the loop scales its loss does not matter, as long as it does not
-  change. Micro-batches of another size are noticed, and their window is left out.
+  change. Micro-batches of another size are noticed, and their window is left out;
+- one micro-batch per step is looked at example by example, or, where some module is not known, cut in two by a second
+  backward; which, and why, is said.
 """
 
 from __future__ import annotations
@@ -15,9 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchwright.accumulate.parallel import how_spread
+from batchwright.device.batches import tensors_in
 from batchwright.device.cutting import possible_sizes
+from batchwright.noise.backward_calls import Listening, listen
 from batchwright.noise.example_norms import ExampleNorms, UnknownModuleError
+from batchwright.noise.example_uses import mixes_samples
 from batchwright.noise.gradient_squares import squares_of_gradients
+from batchwright.noise.halves import Halves
 from batchwright.noise.leaves import LeafSquares, Weights, remove_all
 from batchwright.noise.weak_hook import WeakHook
 from batchwright.noise.window_sums import DROPPED, IN_PIECES, OTHER_SIZES, SINGLE, UNEXPECTED, UNPAIRED, WindowSums
@@ -39,10 +45,12 @@ class OwnLoop:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         micro_batch: int,
+        batch_dim: int = 0,
         scaler: Any,
         every: int,
         sink: Sink,
     ) -> None:
+        self._batch_dim = batch_dim
         self._model, self._optimizers = model, list(optimizers)
         self._micro_batch, self._scaler, self._every = micro_batch, scaler, every
         # The sink holds this object, and must be free to go, and its hooks with it.
@@ -58,7 +66,9 @@ class OwnLoop:
         self._of_mean: torch.Tensor | None = None
         self._num_forward = self._num_backward = 0
         self._examples = self._known_examples()
+        self._halves = self._new_halves()
         self._is_by_example = False
+        self._listening: Listening | None = None
         handles = [
             model.register_forward_pre_hook(WeakHook(self._forward), with_kwargs=True),
             # One step of the first optimizer is one window; with a closure its last backwards are inside the step.
@@ -82,7 +92,7 @@ class OwnLoop:
         """Take every hook away."""
         self.leaves.let_go()
         self.let_go()
-        self._look_at_examples(False)
+        self._look_at_parts(False)
 
     def _begin(self) -> None:
         self._of_mean = None
@@ -94,26 +104,39 @@ class OwnLoop:
             if not weights.is_same_as(self.leaves.weights):
                 self.leaves.let_go()
                 self.leaves = LeafSquares(self._model, weights, has_probes=True)
-                self._examples = self._known_examples()
+                self._look_at_parts(False)
+                self._examples, self._halves = self._known_examples(), self._new_halves()
                 self._sink.weights_changed(weights)
             self._sums = WindowSums(len(weights.names))
             self._wait()
-        self._look_at_examples(is_measured and self._num_before * self._spread.size == 1)
+        self._look_at_parts(is_measured and self._num_before * self._spread.size == 1)
 
     def _wait(self) -> None:
         """Be ready for the next backward, whenever it comes."""
-        examples = self._examples.squares_of if self._examples and self._is_by_example else None
-        self.leaves.start(on_first=self._on_first, of_examples=examples)
+        parts = self._examples if self._is_by_example else self._halves if self._listening else None
+        self.leaves.start(on_first=self._on_first, of_examples=None if parts is None else parts.squares_of)
+
+    def _backward_called(self, tensors: Any, gradients: Any) -> None:
+        """Take half of the batch first, before the user's own backward."""
+        if self._sums is None or self._halves is None or self._listening is None:
+            return
+        self.leaves.stop()
+        is_taken = self._halves.take(tensors, gradients)
+        if not is_taken and self._halves.failure:
+            self._cannot_cut(self._halves.failure)
+            self._sums.reason = self._sums.reason or SINGLE
+        self._wait()
 
     def _forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._sums is None or not torch.is_grad_enabled():
+        # Within a backward it is checkpointing that runs the model again.
+        if self._sums is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         if self._num_backward and not self.is_sharded and not self._has_gradients():
             # They were thrown away without a step, as a scaler does that found an infinity.
             self._sink.skip(DROPPED)
             self._drop()
         self._num_forward += 1
-        sizes = possible_sizes((*args, *kwargs.values()))
+        sizes = _sizes((*args, *kwargs.values()), self._batch_dim)
         if sizes and self._micro_batch not in sizes:
             self._sums.reason = self._sums.reason or OTHER_SIZES
         self._wait()
@@ -134,12 +157,17 @@ class OwnLoop:
         sums.saw_scale(scale)
         factor = 1.0 if scale is None else scale
         sums.add_probe(self.leaves.probe())
-        squares = self.leaves.squares_of_examples() if self._is_by_example else None
+        is_in_parts = self._is_by_example or self._listening is not None
+        squares = self.leaves.squares_of_examples() if is_in_parts else None
         if squares is not None:
             sums.add_examples(squares, self._micro_batch, self._micro_batch, factor)
         elif self._is_by_example and self._examples is not None:
             sums.reason = sums.reason or SINGLE
             self._cannot_tell(self._examples.failure or "a weight has a gradient from outside of its module")
+        elif is_in_parts:
+            sums.reason = sums.reason or SINGLE
+            if self._halves is not None and self._halves.failure:
+                self._cannot_cut(self._halves.failure)
         else:
             sums.add(self.leaves.squares(), self._micro_batch, self._micro_batch, factor)
         self._of_mean = None
@@ -190,6 +218,9 @@ class OwnLoop:
     def _known_examples(self) -> ExampleNorms | None:
         if self._spread.size > 1:
             return None
+        if self._batch_dim:
+            self._reason = f"samples lie along dimension {self._batch_dim}"
+            return None
         try:
             examples = ExampleNorms(self._model, self.leaves.weights.parameters)
             weakref.finalize(self, examples.stop)
@@ -198,20 +229,53 @@ class OwnLoop:
             self._reason = error.reason
             return None
 
-    def _cannot_tell(self, reason: str) -> None:
-        self._look_at_examples(False)
-        self._examples, self._reason = None, reason
-        # In the first window nothing tells yet that there will not be a second backward, which needs no examples.
-        if self.num_windows:
-            self._sink.note(_NO_EXAMPLES.format(reason=reason))
+    def _new_halves(self) -> Halves | None:
+        if self._spread.size > 1 or self.is_sharded or any(map(mixes_samples, self._model.modules())):
+            return None
+        parameters = self.leaves.weights.parameters
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        return Halves(
+            parameters,
+            [names.get(id(each), f"a weight of shape {tuple(each.shape)}") for each in parameters],
+            samples=self._micro_batch,
+            batch_dim=self._batch_dim,
+        )
 
-    def _look_at_examples(self, wanted: bool) -> None:
-        if wanted and self._examples is None and self.num_windows:
-            self._sink.note(_NO_EXAMPLES.format(reason=self._reason))
-        wanted = wanted and self._examples is not None
-        if self._examples is not None and self._is_by_example != wanted:
-            self._examples.start() if wanted else self._examples.stop()
-        self._is_by_example = wanted
+    def _cannot_tell(self, reason: str) -> None:
+        self._look_at_parts(False)
+        self._examples, self._reason = None, reason
+
+    def _cannot_cut(self, reason: str) -> None:
+        self._look_at_parts(False)
+        self._halves, self._reason = None, reason
+        # In the first window nothing tells yet that there will not be a second backward, which needs no parts.
+        if self.num_windows:
+            self._sink.note(_NO_PARTS.format(reason=reason))
+
+    def _look_at_parts(self, wanted: bool) -> None:
+        """Tell the examples of a micro-batch apart, or its halves, or neither."""
+        by_example = wanted and self._examples is not None
+        by_halves = wanted and not by_example and self._halves is not None
+        if wanted and not by_example and self.num_windows:
+            self._sink.note((_IN_HALVES if by_halves else _NO_PARTS).format(reason=self._reason))
+        if self._examples is not None and self._is_by_example != by_example:
+            self._examples.start() if by_example else self._examples.stop()
+        self._is_by_example = by_example
+        if by_halves and self._listening is None:
+            self._listening = listen(WeakHook(self._backward_called))
+            weakref.finalize(self, self._listening.remove)
+        elif not by_halves and self._listening is not None:
+            self._listening.remove()
+            self._listening = None
+        if self._sums is not None:
+            self._wait()
+
+
+def _sizes(given: tuple[Any, ...], batch_dim: int) -> set[int]:
+    """The numbers of samples that some inputs may have."""
+    if batch_dim:
+        return {tensor.shape[batch_dim] for tensor in tensors_in(given) if tensor.dim() > batch_dim}
+    return set(possible_sizes(given))
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
@@ -219,7 +283,11 @@ def _has_closure(args: Any, kwargs: Any) -> bool:
     return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 
 
-_NO_EXAMPLES = (
-    "one micro-batch per step on one rank, and its examples cannot be told apart ({reason}): accumulate two or more "
-    "micro-batches, or hand NoiseScale an Accumulator, which cuts the batch in two"
+_IN_HALVES = (
+    "one micro-batch per step, and its examples cannot be told apart ({reason}): a second backward of half of the "
+    "samples is taken in every step that is measured; every=10 takes it in one of ten"
+)
+_NO_PARTS = (
+    "one micro-batch per step on one rank, and neither its examples nor its halves can be told apart ({reason}): "
+    "accumulate two or more micro-batches, or hand NoiseScale an Accumulator, which cuts the batch in two"
 )
