@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 DEMO := tune examples/char_gpt.py:workload --memory 64MiB --steps 120 --noise-batch 32 --branches 16,32,128
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test types tests test-all format docs clean
+.PHONY: help demo test types tests test-all test-floor test-newest format docs clean
 
 help:
 	@echo "make demo    install, then tune a small GPT under a memory budget, and write its report to demo.html"
 	@echo "make test    install, then lint, type-check and run all tests"
+	@echo "make test-floor, make test-newest   the tests that need torch alone, on the oldest and the newest torch (gigabytes)"
 	@echo "make docs    write the generated pages under docs/ anew"
 	@echo "make format  apply the formatter and the safe lint fixes"
 	@echo "make clean   remove .venv and caches"
@@ -50,6 +51,27 @@ tests: $(VENV)/.ready-to-test
 test-all: test
 	$(PYTEST) -m slow
 
+# The ends of the range that pyproject.toml declares, each in an environment of its own: no constraints, and of the
+# frameworks none, so the tests that import one are left out (tests/conftest.py). Another Python: make PYTHON=... test-newest
+CORE := tests/test_torch_names.py tests/device tests/memory tests/simulated tests/accumulate tests/noise tests/sampler
+CORE_TOOLS := pytest pytest-xdist hypothesis
+FLOOR := torch==2.10.0 numpy==1.26.0 click==8.1.7 rich==13.7.0
+NEWEST := torch numpy click rich pyyaml
+
+test-floor: .venv-floor/.ready
+	BATCHWRIGHT_TESTS=core OMP_NUM_THREADS=1 .venv-floor/bin/python -m pytest -n 2 -m "not slow" $(CORE)
+
+test-newest: .venv-newest/.ready
+	BATCHWRIGHT_TESTS=core OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n 2 -m "not slow" $(CORE)
+
+.venv-floor/.ready: PACKAGES = $(FLOOR)
+.venv-newest/.ready: PACKAGES = --upgrade $(NEWEST)
+.venv-floor/.ready .venv-newest/.ready: pyproject.toml
+	@echo "Installing $(PACKAGES) into $(@D) (once; gigabytes where torch has no CPU build) ..."
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PACKAGES) $(CORE_TOOLS) --editable .
+	@touch $@
+
 format: $(VENV)/.ready-to-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -73,4 +95,4 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-floor .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -13,6 +13,7 @@ ROOT = Path(batchwright.__file__).parent
 PARTS = (
     "errors",
     "units",
+    "torch_names",
     "printed_result",
     "users_code",
     "ready_made",

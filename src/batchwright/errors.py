@@ -86,6 +86,12 @@ class MissingExtraError(BatchwrightError, ImportError):
     exit_code = 2
 
 
+class UnsupportedTorchError(BatchwrightError, ImportError):
+    """A torch that lacks something batchwright needs of it: it names the version and what is missing."""
+
+    exit_code = 2
+
+
 def error_from_dict(data: Mapping[str, Any]) -> BatchwrightError:
     """Read back what `BatchwrightError.to_dict` wrote.
 

@@ -1,0 +1,53 @@
+"""The private names of torch that batchwright leans on are there; where one is not, a message says so."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import batchwright
+from batchwright import torch_names
+from batchwright.errors import UnsupportedTorchError
+from batchwright.torch_names import check_torch, has_name
+
+ROOT = Path(batchwright.__file__).parent
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def private_names() -> set[str]:
+    """Every name of torch with a private part that the source imports, or reaches by its dots and does not set."""
+    names = set()
+    for file in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                names.update(f"{node.module}.{alias.name}" for alias in node.names)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                names.add(dotted(node))
+    return {
+        name.removeprefix("torch.")
+        for name in names
+        if name.startswith("torch.") and any(part.startswith("_") and "__" not in part for part in name.split("."))
+    }
+
+
+def test_every_private_name_that_the_source_uses_is_in_this_torch() -> None:
+    names = private_names()
+    assert "_C._get_mkldnn_enabled" in names
+    assert sorted(name for name in names if not has_name(name)) == []
+
+
+def test_what_is_looked_up_first_is_there() -> None:
+    check_torch()
+
+
+def test_a_torch_without_one_of_them_is_refused_by_its_version_and_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch_names.NEEDED, "utils.no_such_module.function", "simulated cards")
+    with pytest.raises(UnsupportedTorchError, match=r"torch \S+ lacks .*\n.*no_such_module.function, for simulated"):
+        check_torch.__wrapped__()
