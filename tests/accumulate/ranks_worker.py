@@ -376,6 +376,28 @@ def rows_and_complex_numbers(kind: str, counted: Counted) -> Any:
     return max(errors), found["table.weight"].is_sparse, found["spare.weight"].coalesce().indices().flatten().tolist()
 
 
+def terms_with_counts_of_their_own(kind: str, counted: Counted) -> Any:
+    """Tokens of even and of odd tags are means of their own; some micro-batches have none of a kind."""
+
+    def loss_of(model: nn.Module, batch: Batch, odd: int) -> torch.Tensor:
+        tags = batch[1].masked_fill((batch[1] % 2 != odd) | (batch[1] < 0), -100)
+        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), tags.flatten(), ignore_index=-100)
+
+    def count(batch: Batch, odd: int) -> int:
+        return int(((batch[1] % 2 == odd) & (batch[1] >= 0)).sum())
+
+    def whole(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return loss_of(model, batch, 0) + loss_of(model, batch, 1)
+
+    batches = make_batches([2, 3, 1, 2, 3], empty=[1])
+    case = Case(kind, counted, 3)
+    weight = {"even": lambda batch: count(batch, 0), "odd": lambda batch: count(batch, 1)}
+    for batch in case.accumulator.micro_batches(mine(batches), weight):
+        terms = [LossTerm(loss_of(case.model, batch, odd), over=name) for odd, name in enumerate(weight)]
+        case.note(case.accumulator.backward(terms))
+    return max(case.errors([batches], whole))
+
+
 CASES: dict[str, tuple[Callable[[str, Counted], Any], tuple[str, ...]]] = {
     "ragged": (ragged, ("ddp", "fsdp", "fsdp root only")),
     "no_units": (no_units, ("ddp", "fsdp")),
@@ -393,6 +415,7 @@ CASES: dict[str, tuple[Callable[[str, Counted], Any], tuple[str, ...]]] = {
     "weights_that_change": (weights_that_change, ("ddp", "ddp, unused found", "fsdp", "fsdp root only")),
     "frozen_before_the_only_micro_batch": (frozen_before_the_only_micro_batch, ("ddp",)),
     "a_weight_outside_of_the_wrapped_model": (a_weight_outside_of_the_wrapped_model, ("ddp",)),
+    "terms_with_counts_of_their_own": (terms_with_counts_of_their_own, ("ddp",)),
     "rows_and_complex_numbers": (rows_and_complex_numbers, ("ddp",)),
 }
 

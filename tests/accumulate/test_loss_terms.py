@@ -105,8 +105,73 @@ def test_a_plain_loop_whose_terms_cannot_all_be_right_says_so_and_drops_the_wind
 
 
 def test_a_term_is_over_something_known() -> None:
+    model = make_tagger()
+    accumulator = Accumulator(model, Watched(model), 1)
+    term = LossTerm(model.inner.weight.sum(), over="tokens")
     with pytest.raises(InvalidInputError, match="a loss term is over units, samples, window; received 'tokens'"):
-        LossTerm(torch.ones(()), over="tokens")  # type: ignore[arg-type]
+        accumulator.backward([term])
+    with pytest.raises(InvalidInputError, match="a loss term is over"):
+        LossTerm(model.inner.weight.sum(), over=3)  # type: ignore[arg-type]
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(6, 5, dtype=torch.float64) for _ in range(2))
+
+
+def two_masks() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Micro-batches of two labels each, masked apart; the first has none of the first kind."""
+    torch.manual_seed(1)
+    x, labels = torch.randn(24, 6, dtype=torch.float64), torch.randint(0, 5, (24,))
+    first, second = labels.clone(), labels.clone()
+    first[:10] = second[12:20] = -100
+    return [(x[part], first[part], second[part]) for part in torch.arange(24).split(6)]
+
+
+def head_losses(model: Any, batch: Any) -> list[torch.Tensor]:
+    heads = ((model.first, batch[1]), (model.second, batch[2]))
+    return [nn.functional.cross_entropy(head(batch[0]), labels) for head, labels in heads]
+
+
+COUNTS = {name: (lambda batch, at=at: int((batch[at] != -100).sum())) for name, at in (("first", 1), ("second", 2))}
+
+
+@pytest.mark.parametrize("on_oom", ["raise", "split"])
+def test_two_terms_with_masks_of_their_own_are_each_over_their_own_count(on_oom: str) -> None:
+    model = TwoHeads()
+    optimizer = Watched(model, lr=0.0)
+    accumulator = Accumulator(model, optimizer, 4, on_oom=on_oom)
+    reference = big_batch_gradient(
+        model, two_masks(), lambda model, batch: torch.stack(head_losses(model, batch)).sum()
+    )
+    whole = sum(loss.item() for loss in head_losses(model, tuple(map(torch.cat, zip(*two_masks(), strict=True)))))
+
+    def terms(model: TwoHeads, batch: Any) -> list[LossTerm]:
+        if on_oom == "split" and len(batch[0]) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return [LossTerm(loss, over=name) for loss, name in zip(head_losses(model, batch), COUNTS, strict=True)]
+
+    for batch in accumulator.micro_batches(two_masks(), weight=COUNTS):
+        step = accumulator.run(batch, terms)
+    assert step is not None
+    assert step.loss == pytest.approx(whole, rel=1e-6)
+    assert relative_error(optimizer.seen[0], reference) <= 1e-12
+
+
+def test_with_counts_by_name_every_term_must_name_its_own() -> None:
+    model = TwoHeads()
+    accumulator = Accumulator(model, Watched(model), 4)
+    for batch in accumulator.micro_batches(two_masks()[2:], weight=COUNTS):
+        with pytest.raises(InvalidInputError, match="the weight counts first, second apart"):
+            accumulator.backward(head_losses(model, batch)[0])
+        with pytest.raises(InvalidInputError, match="over units, samples, window, first, second; received 'third'"):
+            accumulator.backward([LossTerm(head_losses(model, batch)[0], over="third")])
+        break
+    other = Accumulator(model, Watched(model), 4)
+    with pytest.raises(InvalidInputError, match="has names other than units, samples, window"):
+        next(other.micro_batches(two_masks(), weight={"samples": len}))
 
 
 def test_no_terms_are_no_loss() -> None:

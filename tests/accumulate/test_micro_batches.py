@@ -246,7 +246,9 @@ def test_a_batch_that_begins_with_what_all_samples_share_is_not_counted_by_it() 
     with pytest.raises(InvalidInputError, match="its parts begin with 5 and 7"):
         next(accumulator.micro_batches(batches))
     whole = {name: torch.cat([batch[name] for batch in batches]) for name in ("x", "y")}
-    reference = torch.autograd.grad(loss(model, {**whole, "class_weights": torch.ones(5).double()}), model.parameters())
+    reference = torch.autograd.grad(
+        loss(model, {**whole, "class_weights": torch.ones(5).double()}), [*model.parameters()]
+    )
     for batch in accumulator.micro_batches(batches, weight=lambda batch: len(batch["y"])):
         accumulator.backward(loss(model, batch))
     assert relative_error(optimizer.seen[0], reference) <= 1e-12
@@ -260,10 +262,10 @@ def test_the_batch_size_of_a_loader_tells_the_samples_where_the_batch_does_not()
         x, y = zip(*samples, strict=True)
         return {"class_weights": torch.ones(5).double(), "x": torch.stack(x), "y": torch.stack(y)}
 
-    loader = torch.utils.data.DataLoader(rows, batch_size=7, collate_fn=collate)  # type: ignore[arg-type]
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=7, collate_fn=collate)  # type: ignore[arg-type]
     optimizer = Watched(model)
     accumulator = Accumulator(model, optimizer, 4)
-    reference = torch.autograd.grad(loss(model, collate(rows)), model.parameters())
+    reference = torch.autograd.grad(loss(model, collate(rows)), [*model.parameters()])
     for batch in accumulator.micro_batches(loader):
         step = accumulator.backward(loss(model, batch))
     assert step is not None

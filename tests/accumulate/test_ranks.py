@@ -145,3 +145,7 @@ def test_a_tail_with_gradients_of_rows_and_of_complex_weights_is_flushed(told: A
     assert error <= 1e-12
     assert is_sparse
     assert rows == [0, 1, 3]  # of the table that one rank alone has read
+
+
+def test_terms_with_counts_of_their_own_are_means_over_all_ranks(told: Any) -> None:
+    assert told["terms_with_counts_of_their_own, ddp"] <= 1e-12

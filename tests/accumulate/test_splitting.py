@@ -216,6 +216,8 @@ def test_a_run_under_a_byte_budget_survives_one_long_batch_with_the_same_losses(
 
 def test_a_failed_forward_does_not_move_running_statistics() -> None:
     class Normed(nn.Module):
+        seen: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.norm, self.out = nn.BatchNorm1d(4), nn.Linear(4, 1)
@@ -241,7 +243,7 @@ def test_a_failed_forward_does_not_move_running_statistics() -> None:
     for piece in x.split(2):
         twin(piece)
     assert float(model.seen) == 8
-    assert int(model.norm.num_batches_tracked) == 4
+    assert model.norm.num_batches_tracked == 4
     torch.testing.assert_close(model.norm.running_mean, twin.norm.running_mean)
 
 

@@ -9,12 +9,13 @@ Promises:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from batchwright.accumulate.boundary import Boundary
 from batchwright.accumulate.checks import as_list, check_construction
 from batchwright.accumulate.counting_sampler import CountingSampler
-from batchwright.accumulate.loss_terms import Totals, check_weight, read_terms
+from batchwright.accumulate.loss_terms import Totals, check_weight, count_units, read_terms
 from batchwright.accumulate.parallel import how_spread
 from batchwright.accumulate.read_ahead import ReadAhead, WindowSizes, counted_micro_batch
 from batchwright.accumulate.splitting import call_loss, run_in_pieces
@@ -150,7 +151,8 @@ class Accumulator:
         if not self._splits:
             self._add(call_loss(loss_fn, self.model, batch), counts)
             return self._windows.done_with_one()
-        count = weight if callable(weight) else self._weight if callable(self._weight) else None
+        count = weight if callable(weight) else self._weight
+        count = count if callable(count) or isinstance(count, Mapping) else None
         awaited = self._windows.awaited
 
         def run_piece(piece: Any, part: float) -> None:
@@ -175,11 +177,15 @@ class Accumulator:
     def micro_batches(self, loader: Iterable[Any], weight: Any = None) -> Iterator[Any]:
         """Yield the loader's batches; `weight(batch)` counts the units of one, by default its samples.
 
+        Where terms of the loss are means over different masks, `weight` is a mapping from names to such functions, and
+        each term names its own: `LossTerm(value, over=name)`.
+
         A window is read ahead, so that weights are known before the first backward, and only the last micro-batch of
         a window synchronises ranks. The last, incomplete window steps by itself.
         """
         self._windows.check_closed(remedy="accumulator.flush() steps with what is there")
         self._weight = weight
+        self._windows.names = tuple(weight) if isinstance(weight, Mapping) else ()
         counting, loader = CountingSampler.of(loader)
         skip = self._windows.begin_epoch(sampler_resumes=counting.resumes())
         reader = ReadAhead(loader, weight, skip=skip, is_counted=counting.is_counted)
@@ -204,7 +210,7 @@ class Accumulator:
         self._windows.position.load_state_dict(state)
 
     def _add(self, loss: Any, counts: Totals) -> None:
-        terms = read_terms(loss, must_be_finite=self.scaler is None and counts.units > 0)
+        terms = read_terms(loss, counts, must_be_finite=self.scaler is None)
         self._windows.check_weights()
         if not counts.samples and counts.window and any(term.over == "samples" for term in terms):
             raise InvalidInputError(
@@ -226,9 +232,10 @@ class Accumulator:
         return Totals(1.0 if given is None else given, float(samples or 0), 0.0 if given == 0 else 1.0)
 
 
-def _share(counts: Totals, piece: Any, part: float, count: Callable[[Any], Any] | None) -> Totals:
+def _share(counts: Totals, piece: Any, part: float, count: Any) -> Totals:
     """Return what a piece of a micro-batch counts: by the user's own function, else by its samples."""
     share = counts.times(part)
-    return (
-        share if count is None or not counts.window else Totals(check_weight(count(piece)), share.samples, share.window)
-    )
+    if count is None or not counts.window:
+        return share
+    units, named = count_units(piece, count)
+    return Totals(units, share.samples, share.window, named)

@@ -56,10 +56,12 @@ def exchange(
     size_of: Callable[[], int],
     pieces: Callable[[], int],
     watched: Sequence[Any] = (),
+    names: Sequence[str] = (),
 ) -> tuple[Used, Planned | None]:
     """Tell the other ranks what `window` used, read the next one of `size_of()` micro-batches, and learn of both.
 
-    `watched` are numbers of a watcher, as many on every rank; `pieces` says what a single micro-batch is cut into.
+    `watched` are numbers of a watcher, as many on every rank; `pieces` says what a single micro-batch is cut into;
+    `names` are those that the weight counts apart, the same on every rank.
     """
     ahead = [] if reader is None else reader.read_window(size_of, pieces)
     counts = sum((micro_batch.counts for micro_batch in ahead), Totals())
@@ -69,37 +71,47 @@ def exchange(
     if spread.size == 1:
         has_next = bool(ahead) and not has_failed
         return Used(used, dict(losses), square, [watched]), Planned(ahead, counts, len(ahead)) if has_next else None
+    kinds = (*REDUCTIONS, *names)
     told = [
-        *(counts.of(kind) for kind in REDUCTIONS),
+        *(counts.of(kind) for kind in kinds),
         float(len(ahead)),
         float(has_failed),
-        *(used.of(kind) for kind in REDUCTIONS),
-        *(float(kind in losses) for kind in REDUCTIONS),
-        *(losses[kind].weighted_sum() if kind in losses else 0.0 for kind in REDUCTIONS),
+        *(used.of(kind) for kind in kinds),
+        *(float(kind in losses) for kind in kinds),
+        *(losses[kind].weighted_sum() if kind in losses else 0.0 for kind in kinds),
         0.0 if square is None else square,
         float(reader is None or reader.can_fill or bool(ahead)),
         *watched,
     ]
     rows = spread.gather(told)
     sums = [sum(column) for column in zip(*rows, strict=True)]
-    longest = int(max(row[3] for row in rows))
-    if sums[4] and reader is not None:
+    # In the order of `told`.
+    number = len(kinds)
+    at_length, at_failed, at_used = number, number + 1, number + 2
+    at_has, at_losses, at_square = at_used + number, at_used + 2 * number, at_used + 3 * number
+    at_fill, at_watched = at_square + 1, at_square + 2
+    longest = int(max(row[at_length] for row in rows))
+    if sums[at_failed] and reader is not None:
         longest = 0
         reader.error = reader.error or BatchwrightError("the loader of another rank raised; see its traceback.")
-    if longest and sums[15] < spread.size and reader is not None:
+    if longest and sums[at_fill] < spread.size and reader is not None:
         longest = 0
-        empty = ", ".join(str(rank) for rank, row in enumerate(rows) if not row[15])
+        empty = ", ".join(str(rank) for rank, row in enumerate(rows) if not row[at_fill])
         reader.error = InvalidInputError(
             f"the loader of rank {empty} is empty: it has no micro-batch to keep step with the other ranks.",
             remedy="a sampler that gives every rank at least one batch, such as DistributedSampler",
         )
-    totals = Totals(*sums[5:8])
-    found = zip(REDUCTIONS, sums[8:11], sums[11:14], strict=True)
+    totals = _totals(sums[at_used:at_has], names)
+    found = zip(kinds, sums[at_has:at_losses], sums[at_losses:at_square], strict=True)
     learnt = Used(
         totals=totals,
         losses={kind: loss / totals.of(kind) for kind, is_there, loss in found if is_there},
         # Where every rank holds whole gradients they are alike; shards add up.
-        square=None if square is None else sums[14] if spread.gathers_in_forward else rows[0][14],
-        watched=[row[16:] for row in rows],
+        square=None if square is None else sums[at_square] if spread.gathers_in_forward else rows[0][at_square],
+        watched=[row[at_watched:] for row in rows],
     )
-    return learnt, Planned(ahead, Totals(*sums[:3]), longest) if longest else None
+    return learnt, Planned(ahead, _totals(sums[:number], names), longest) if longest else None
+
+
+def _totals(sums: Sequence[float], names: Sequence[str]) -> Totals:
+    return Totals(*sums[: len(REDUCTIONS)], dict(zip(names, sums[len(REDUCTIONS) :], strict=True)))

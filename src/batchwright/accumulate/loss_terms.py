@@ -8,16 +8,16 @@ Promises:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
 
-Reduction = Literal["units", "samples", "window"]
+Reduction = str
 REDUCTIONS: tuple[Reduction, ...] = ("units", "samples", "window")
 
 
@@ -28,7 +28,8 @@ class LossTerm:
     `over="units"`: the units that the weight of a micro-batch counts, such as tokens. `"samples"`: the samples of the
     micro-batch. `"window"`: each micro-batch counts alike, so that the term's share does not grow with accumulation or
     ranks. A penalty on the weights is exact under it; a term that is not additive over micro-batches, such as the
-    balance loss of a mixture of experts, is their mean, which is not quite that of the big batch.
+    balance loss of a mixture of experts, is their mean, which is not quite that of the big batch. Terms with masks of
+    their own are over a name: `micro_batches(loader, weight={"masked": count_masked, "next": count_next})`.
 
     >>> LossTerm(torch.tensor(2.0, requires_grad=True), over="samples").over
     'samples'
@@ -38,7 +39,7 @@ class LossTerm:
     over: Reduction = "units"
 
     def __post_init__(self) -> None:
-        if self.over not in REDUCTIONS:
+        if not isinstance(self.over, str):
             raise InvalidInputError(f"a loss term is over {', '.join(REDUCTIONS)}; received {shortened(self.over)}.")
 
 
@@ -49,35 +50,72 @@ class Totals:
     units: float = 0.0
     samples: float = 0.0
     window: float = 0.0
+    named: Mapping[str, float] = field(default_factory=dict, repr=False)
+    """Of each name that a weight counts by itself; `units` is then their sum."""
 
     def __add__(self, other: Totals) -> Totals:
-        return Totals(self.units + other.units, self.samples + other.samples, self.window + other.window)
+        named = {name: self.named.get(name, 0.0) + other.named.get(name, 0.0) for name in {**self.named, **other.named}}
+        return Totals(self.units + other.units, self.samples + other.samples, self.window + other.window, named)
 
     def times(self, factor: float) -> Totals:
         """Return so many times as much."""
-        return Totals(self.units * factor, self.samples * factor, self.window * factor)
+        named = {name: amount * factor for name, amount in self.named.items()}
+        return Totals(self.units * factor, self.samples * factor, self.window * factor, named)
 
     def of(self, reduction: Reduction) -> float:
         """Return the total that a reduction divides by."""
-        return float(getattr(self, reduction))
+        if reduction in REDUCTIONS:
+            return float(getattr(self, reduction))
+        return self.named.get(reduction, 0.0)
 
 
-def read_terms(loss: Any, *, must_be_finite: bool) -> list[LossTerm]:
-    """Return the terms of what `backward` was given, checked.
+def read_terms(loss: Any, counts: Totals, *, must_be_finite: bool) -> list[LossTerm]:
+    """Return the terms of what `backward` was given, checked; one that counts nothing need not be a number.
 
-    >>> [term.over for term in read_terms(torch.tensor(1.0, requires_grad=True), must_be_finite=True)]
+    >>> [term.over for term in read_terms(torch.tensor(1.0, requires_grad=True), Totals(1.0), must_be_finite=True)]
     ['units']
     """
     if isinstance(loss, torch.Tensor):  # a tensor of one dimension would pass for a list
-        _check(loss, must_be_finite=must_be_finite)
-        return [LossTerm(loss)]
+        loss = [LossTerm(loss)]
     terms = list(loss) if isinstance(loss, Sequence) else [loss]
     terms = [term if isinstance(term, LossTerm) else LossTerm(term) for term in terms]
     if not terms:
         raise InvalidInputError("backward was given no loss: an empty list of terms.")
     for term in terms:
-        _check(term.value, must_be_finite=must_be_finite)
+        _check_name(term, counts)
+        _check(term.value, must_be_finite=must_be_finite and counts.of(term.over) > 0)
     return terms
+
+
+def _check_name(term: LossTerm, counts: Totals) -> None:
+    if counts.named and term.over == "units":
+        raise InvalidInputError(
+            f"the weight counts {', '.join(counts.named)} apart, and a loss term does not say over which it is a mean.",
+            remedy=f'bw.LossTerm(value, over="{next(iter(counts.named))}")',
+        )
+    if term.over not in REDUCTIONS and counts.window and term.over not in counts.named:
+        known = ", ".join((*REDUCTIONS, *counts.named))
+        raise InvalidInputError(
+            f"a loss term is over {known}; received {shortened(term.over)}.",
+            remedy='micro_batches(loader, weight={"name": lambda batch: ...}) counts what a term is a mean over',
+        )
+
+
+def count_units(batch: Any, weight: Any) -> tuple[float, dict[str, float]]:
+    """Return what a weight counts of a batch, in all and by name; it is a number, a function, or several by name.
+
+    >>> count_units("ab", {"letters": len, "words": 1})
+    (3.0, {'letters': 2.0, 'words': 1.0})
+    """
+    if not isinstance(weight, Mapping):
+        return check_weight(weight(batch) if callable(weight) else weight), {}
+    taken = [name for name in weight if not isinstance(name, str) or name in REDUCTIONS]
+    if taken or not weight:
+        raise InvalidInputError(
+            f"a weight by name has names other than {', '.join(REDUCTIONS)}; received {shortened(list(weight))}."
+        )
+    named = {name: count_units(batch, each)[0] for name, each in weight.items()}
+    return sum(named.values()), named
 
 
 def _check(value: Any, *, must_be_finite: bool) -> None:

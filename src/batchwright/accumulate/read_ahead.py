@@ -7,10 +7,11 @@ Promises:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from batchwright.accumulate.loss_terms import Totals, check_weight
+from batchwright.accumulate.loss_terms import Totals, count_units
 from batchwright.device.cutting import clear_num_samples, cut, num_samples
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened, whole_number
@@ -41,7 +42,11 @@ class MicroBatch:
         [3.0, 2.0]
         """
         samples = self.num_samples or 0
-        if num_pieces < 2 or samples < num_pieces or not (weight is None or callable(weight)):
+        if (
+            num_pieces < 2
+            or samples < num_pieces
+            or not (weight is None or callable(weight) or isinstance(weight, Mapping))
+        ):
             return [self]
         sizes = [samples // num_pieces + (index < samples % num_pieces) for index in range(num_pieces)]
         parts = zip(cut(self.batch, sizes), sizes, strict=True)
@@ -64,11 +69,11 @@ def counted_micro_batch(batch: Any, weight: Any, expected: int | None = None) ->
                 f"nothing tells how many samples a batch has: {shortened(batch)}.",
                 remedy="weight=lambda batch: ... counts it; weight=1 where all micro-batches count alike",
             )
-        units = float(samples)
+        units, named = float(samples), dict[str, float]()
     else:
         samples = clear_num_samples(batch, expected)
-        units = check_weight(weight(batch) if callable(weight) else weight)
-    return MicroBatch(batch, Totals(units, float(samples or 0), 1.0), samples)
+        units, named = count_units(batch, weight)
+    return MicroBatch(batch, Totals(units, float(samples or 0), 1.0, named), samples)
 
 
 class ReadAhead:

@@ -51,6 +51,8 @@ class Windows:
         self._sizes_ahead = sizes
         self._watcher: WindowWatcher = NOBODY
         self._counting = CountingSampler()
+        self.names: tuple[str, ...] = ()
+        """What the weight counts apart."""
         self._typical = Totals()
         """A micro-batch of the last window, on average over all ranks."""
         self._set_flag()
@@ -176,7 +178,9 @@ class Windows:
                 )
 
     def _look_ahead(self) -> None:
-        _, self._ahead = exchange(self._spread, None, None, self._reader, self._next_size, self._watcher.pieces)
+        _, self._ahead = exchange(
+            self._spread, None, None, self._reader, self._next_size, self._watcher.pieces, names=self.names
+        )
         self._sizes_ahead = self.sizes
 
     def _end(self, window: OpenWindow, *, is_synchronised: bool) -> Step:
@@ -198,7 +202,9 @@ class Windows:
         has_norm = self._boundary.needs_norm(is_sharded=self._spread.gathers_in_forward)
         square = self._boundary.square_of_norm() if has_norm else None
         told, pieces = self._watcher.tell(), self._watcher.pieces
-        used, self._ahead = exchange(self._spread, window, square, self._reader, self._next_size, pieces, told)
+        used, self._ahead = exchange(
+            self._spread, window, square, self._reader, self._next_size, pieces, told, self.names
+        )
         self._sizes_ahead = self.sizes
         self._typical = used.totals.times(1 / (used.totals.window or 1.0))
         self._open = None
