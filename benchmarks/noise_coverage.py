@@ -2,10 +2,10 @@
 
     python benchmarks/noise_coverage.py --repeats 200
 
-Gradients are Gaussian (or, for heavy tails, each sample's has a lognormal length) in 50 dimensions, so that T and
-|G|^2 of every step are known. For each case: coverage of the value at the last step, the median of the estimate over
-that value, the width of the interval beside that of the ratio of means over the same window (in 1/B, which is always
-finite), and how often there is an upper end. In brackets the ratio of means.
+Gradients are Gaussian (or, for heavy tails, each sample's has a lognormal length) in 50 dimensions, so that the noise T
+and the signal |G|^2 of every step are known. For each case: coverage of the value at the last step, the median of the
+estimate over that value, the width of the interval beside that of the ratio of means over the same window (in 1/B,
+which is always finite), and how often there is an upper end. In brackets the ratio of means.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ class Case:
 
 
 CASES = [
-    *(Case(f"|G|^2 x 1/{fall:g}", 1 / fall) for fall in (1, 1.2, 1.5, 2, 3, 4, 6, 10, 20)),
-    *(Case(f"|G|^2 x 1/{fall:g}, batch 256", 1 / fall, batch=256) for fall in (1, 2, 4, 10)),
-    *(Case(f"|G|^2 x 1/{fall:g}, batch 16", 1 / fall, batch=16) for fall in (1, 2, 4, 10)),
-    *(Case(f"|G|^2 x 1/{fall:g}, single examples", 1 / fall, parts=64) for fall in (1, 4)),
-    *(Case(f"|G|^2 x 1/{fall:g}, halves", 1 / fall, parts=2) for fall in (1, 4)),
-    Case("|G|^2 x 4", 4.0),
-    Case("T x 4", trace=4.0),
-    Case("T x 2, |G|^2 x 1/4", 1 / 4, 2.0),
+    *(Case(f"signal x 1/{fall:g}", 1 / fall) for fall in (1, 1.2, 1.5, 2, 3, 4, 6, 10, 20)),
+    *(Case(f"signal x 1/{fall:g}, batch 256", 1 / fall, batch=256) for fall in (1, 2, 4, 10)),
+    *(Case(f"signal x 1/{fall:g}, batch 16", 1 / fall, batch=16) for fall in (1, 2, 4, 10)),
+    *(Case(f"signal x 1/{fall:g}, single examples", 1 / fall, parts=64) for fall in (1, 4)),
+    *(Case(f"signal x 1/{fall:g}, halves", 1 / fall, parts=2) for fall in (1, 4)),
+    Case("signal x 4", 4.0),
+    Case("noise x 4", trace=4.0),
+    Case("noise x 2, signal x 1/4", 1 / 4, 2.0),
     Case("both x 1/4", 1 / 4, 1 / 4),
-    *(Case(f"|G|^2 x 1/{fall:g}, 20 steps", 1 / fall, steps=20) for fall in (1, 4)),
-    *(Case(f"|G|^2 x 1/{fall:g}, 200 steps", 1 / fall, steps=200) for fall in (1, 4)),
-    *(Case(f"|G|^2 x 1/{fall:g}, heavy tails", 1 / fall, tails=1.0) for fall in (1, 4)),
-    Case("|G|^2 x 1/4, linear", 1 / 4, shape="linear"),
-    Case("|G|^2 x 1/4, a step", 1 / 4, shape="step"),
-    Case("|G|^2 x 1/10, one over time", 1 / 10, shape="one over time"),
+    *(Case(f"signal x 1/{fall:g}, 20 steps", 1 / fall, steps=20) for fall in (1, 4)),
+    *(Case(f"signal x 1/{fall:g}, 200 steps", 1 / fall, steps=200) for fall in (1, 4)),
+    *(Case(f"signal x 1/{fall:g}, heavy tails", 1 / fall, tails=1.0) for fall in (1, 4)),
+    Case("signal x 1/4, linear", 1 / 4, shape="linear"),
+    Case("signal x 1/4, a step", 1 / 4, shape="step"),
+    Case("signal x 1/10, one over time", 1 / 10, shape="one over time"),
 ]
 
 

@@ -60,7 +60,8 @@ def variances(x: Floats, y: Floats, units: Floats) -> Floats:
     total = np.concatenate([[0.0], np.cumsum(of_unit)])
     at = np.arange(len(x))
     first, last = np.clip(at - reach, 0, None), np.clip(at + reach, None, len(of_unit))
-    return (total[last] - total[first]) / (last - first) / units
+    smoothed: Floats = (total[last] - total[first]) / (last - first) / units
+    return smoothed
 
 
 def present_levels(x: Floats, variance: Floats, place: Floats, course: Floats | None = None) -> Levels:
