@@ -188,8 +188,10 @@ def run_steps(
         if not model.training:
             model.train()
         scaler = None if workload.scaler is None else workload.scaler()
-        for _ in range(steps):
-            start = now()
+
+        def gradients() -> torch.Tensor:
+            assert workload.loss is not None
+            total: Any = None
             for _ in range(accumulation):
                 inputs = batch()
                 observer.phase("forward")
@@ -198,10 +200,26 @@ def run_steps(
                 loss = loss if accumulation == 1 else loss / accumulation
                 observer.phase("backward")
                 (loss if scaler is None else scaler.scale(loss)).backward()
+                total = loss.detach()
                 del inputs, loss
+            assert isinstance(total, torch.Tensor)
+            return total
+
+        def once_more() -> torch.Tensor:
+            """Compute loss and gradients again, as an optimizer asks that takes a closure."""
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            with torch.enable_grad():
+                total = gradients()
+            observer.phase("optimizer")
+            return total
+
+        for _ in range(steps):
+            start = now()
+            gradients()
             check_that_something_trains(optimizers)
             observer.phase("optimizer")
-            _update(model, optimizers, scaler, clip_norm)
+            _update(model, optimizers, scaler, clip_norm, once_more)
             seconds.append(now() - start)
         without_gradients()
         return tuple(seconds)
@@ -221,6 +239,28 @@ def run_steps(
     return tuple(seconds)
 
 
+def needs_closure(optimizer: Any) -> bool:
+    """Whether an optimizer's step must be handed a function that computes the loss again, as LBFGS's must."""
+    try:
+        parameter = inspect.signature(optimizer.step).parameters.get("closure")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _step(optimizer: Any, closure: Callable[[], torch.Tensor]) -> None:
+    if needs_closure(optimizer):
+        optimizer.step(closure)
+        return
+    try:
+        optimizer.step()
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        # Sharpness-aware optimizers take one that may be left out by its signature, and then miss it.
+        if "closure" not in str(error):
+            raise
+        optimizer.step(closure)
+
+
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model in eval mode, and each of its modules back into the mode it had."""
@@ -233,7 +273,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _update(model: nn.Module, optimizers: Sequence[Any], scaler: Any, clip_norm: float | None) -> None:
+def _update(
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    scaler: Any,
+    clip_norm: float | None,
+    closure: Callable[[], torch.Tensor],
+) -> None:
     if clip_norm is not None:
         if scaler is not None:
             for optimizer in optimizers:
@@ -241,7 +287,12 @@ def _update(model: nn.Module, optimizers: Sequence[Any], scaler: Any, clip_norm:
         nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], clip_norm)
     for optimizer in optimizers:
         if scaler is None:
-            optimizer.step()
+            _step(optimizer, closure)
+        elif needs_closure(optimizer):
+            raise InvalidInputError(
+                f"{type(optimizer).__name__} computes the loss inside its step, and a GradScaler allows no such step.",
+                remedy="leave out scaler=, or hand in another optimizer",
+            )
         else:
             scaler.step(optimizer)
     if scaler is not None:

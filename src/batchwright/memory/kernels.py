@@ -42,6 +42,13 @@ def moments_of(
         return [Moment(normalised), *made[:1], Moment(-normalised), *made[1:]]
     if func is _aten.binary_cross_entropy_with_logits.default:
         return _loss_of_logits(args, made)
+    if func is _aten.masked_select.default and args[0].device.type == "cpu":
+        # The mask as whole numbers, and their running sums (TensorAdvancedIndexing.cpp).
+        numbers = torch.broadcast_shapes(args[0].shape, args[1].shape).numel() * torch.int64.itemsize
+        return around([numbers, numbers], made)
+    if func is _aten._ctc_loss_backward.Tensor:
+        # The table of paths from behind, as large as that from the front (LossCTC.cpp).
+        return around([args[6].numel() * args[6].element_size()], made)
     if func in _SUMS and args[0].device.type == "cpu" and made and args[0].dtype != outputs[0].dtype:
         # A mask is counted in whole numbers, and the CPU first makes a copy of it in those.
         copied = args[0].numel() * outputs[0].element_size()

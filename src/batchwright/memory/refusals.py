@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from batchwright.simulated.torch_patches import Patch
 
@@ -40,15 +41,19 @@ class NotFollowedError(Exception):
         self.reason = reason
 
 
-def values_stay_inside() -> Iterator[Patch]:
-    """Refuse to hand out what a traced tensor has not got."""
+def values_stay_inside(known: Callable[[torch.Tensor], torch.Tensor | None] | None = None) -> Iterator[Patch]:
+    """Refuse to hand out what a traced tensor has not got; `known` returns one with its values where they are known."""
     # On the class, not through a TorchFunctionMode: under such a mode modules leave their fast paths.
     for name in _WAYS_OUT:
-        yield Patch(FakeTensor, name, _refusal(name))
+        yield Patch(FakeTensor, name, _refusal(name, known if name == "numpy" else None))
 
 
-def _refusal(name: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
+def _refusal(name: str, known: Callable[[torch.Tensor], torch.Tensor | None] | None) -> Callable[..., Any]:
+    def refuse(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
+        real = None if known is None else known(tensor)
+        if real is not None:
+            with _disable_current_modes():
+                return real.clone().numpy()
         raise NotFollowedError(f"Tensor.{name}", "it takes values out of a tensor, and a traced tensor has none")
 
     return refuse

@@ -23,6 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from batchwright.device.step import needs_closure
+from batchwright.errors import CannotTraceError
+from batchwright.memory import value_shapes
 from batchwright.memory.blocks import Block, Log
 from batchwright.memory.engine_adds import ADD, EngineAdds, counts_of, engine_frame
 from batchwright.memory.followed_storages import FollowedStorages
@@ -203,7 +206,9 @@ class Trace(TorchDispatchMode):
             place = users_line(extract_stack())
             self._note(f"a real tensor of shape {tuple(tensor.shape)} from outside the workload was counted: {place}")
         func = self._as_without_a_mode(func, args, counts)
-        outputs = self.routing.answer(func, args)
+        outputs = value_shapes.answer(self.values, func, args, kwargs, self._note)
+        if outputs is None:
+            outputs = self.routing.answer(func, args)
         if outputs is None and not (self.card is not None and _changes_a_list(func)):
             rule = (SHAPE_RULES if self.card is None else LAYOUT_RULES).get(func, func)
             outputs = shapes_from(rule, func, without_known_masks(func, args, self.values, self.storages.see), kwargs)
@@ -269,6 +274,12 @@ class Trace(TorchDispatchMode):
         value = self.values.read(tensor)
         if value is not None:
             return value
+        if self.log.phase == "optimizer" and any(map(needs_closure, self.optimizers)):
+            raise CannotTraceError(
+                "the optimizer computes the loss inside its step, and decides by its values how often: such a step "
+                "cannot be predicted.",
+                remedy="batchwright fit runs the step instead; or another optimizer",
+            )
         if self.log.phase == "optimizer" and tensor.is_floating_point():
             # Adafactor scales its rate by the norm of a weight: a number that moves no memory.
             self._note("numbers that the optimizer reads from its tensors were taken as 1")

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from batchwright.device.batches import make_batch
 from batchwright.device.step import run_probe
 from batchwright.errors import CannotTraceError
 from batchwright.memory.fake_model import build_skeleton, fake_copy
+from batchwright.memory.host_batches import HostBatches, make_real_batch
 from batchwright.memory.outside_tensors import users_line
 from batchwright.memory.refusals import TORCHS_OWN, NotFollowedError, place_in_torch, values_stay_inside
 from batchwright.memory.trace import Trace
@@ -127,10 +127,16 @@ def _trace_on(
         trace.optimizers += list(made) if isinstance(made, list | tuple) else [made]
         return made
 
-    watched = workload if workload.optimizer is None else replace(workload, optimizer=optimizer)
+    watched = replace(
+        workload,
+        optimizer=None if workload.optimizer is None else optimizer,
+        batch=HostBatches(workload, trace.values).make,
+        data=None,
+        collate=None,
+    )
     with ExitStack() as stack:
         stack.enter_context(kept_random_state())
-        stack.enter_context(applied(values_stay_inside(), modules_move_in_place()))
+        stack.enter_context(applied(values_stay_inside(trace.values.real), modules_move_in_place()))
         stack.enter_context(mode)
         stack.enter_context(trace)
         if trace.card is not None:
@@ -160,9 +166,9 @@ def check_batches(workload: Workload, shape: Mapping[str, Any]) -> None:
     """Make two tiny batches before anything long starts, so that one that ignores its size is found at once."""
     if workload.batch is None:
         return
-    with kept_random_state(), FakeTensorMode(allow_non_fake_inputs=True):
+    with kept_random_state():
         for size in (1, 2):
-            make_batch(workload, size, shape, torch.device("cpu"))
+            make_real_batch(workload, size, shape)
 
 
 @contextmanager

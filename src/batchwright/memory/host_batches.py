@@ -1,0 +1,161 @@
+"""Batches of a traced step: made for real on the host, handed to the step as tensors without memory.
+
+Datasets, collate functions, PIL, numpy, random draws and `.item()` run as they would in training; only what comes out
+is made fake, and its values stay known to the trace.
+
+Promises:
+- a batch that names the card (`device="cuda"`) is made on the host and counted on the card;
+- tensors that share a storage share one in the trace;
+- a batch too large to be made for real in passing is made without memory, as the step is; so is one that fails for
+  real but not so. What fails both ways raises what it raises for real.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from batchwright.device.batches import make_batch, tensors_in
+from batchwright.device.random_state import kept_random_state
+from batchwright.errors import InvalidInputError
+from batchwright.simulated.redirected_calls import RedirectedCalls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from batchwright.memory.known_values import KnownValues
+    from batchwright.workload import Workload
+
+# A search looks at many sizes, the largest of them far beyond what fits. Below this a batch takes a fraction of a
+# second and of any host's memory.
+LARGEST_REAL_BYTES = 2**28
+# Sizes that are made without asking first how large they would be.
+_SMALL = 32
+_CPU = torch.device("cpu")
+
+
+class HostBatches:
+    """Makes the batches of one traced run."""
+
+    def __init__(self, workload: Workload, values: KnownValues) -> None:
+        self._workload, self._values = workload, values
+        self._bytes_of_two: int | None = None
+
+    def make(self, micro_batch: int, **shape: Any) -> Any:
+        """Make a batch for real, and return it with tensors that have no memory."""
+        if micro_batch > _SMALL and self._expected_bytes(micro_batch, shape) > LARGEST_REAL_BYTES:
+            try:
+                return make_batch(self._workload, micro_batch, shape, _CPU)
+            except InvalidInputError:
+                raise
+            except Exception:  # it reads values: then there is no other way than for real
+                return without_memory(make_real_batch(self._workload, micro_batch, shape), self._values)
+        try:
+            batch = make_real_batch(self._workload, micro_batch, shape)
+        except InvalidInputError:
+            raise
+        except Exception as error:
+            try:
+                return make_batch(self._workload, micro_batch, shape, _CPU)
+            except Exception:
+                raise error from None
+        return without_memory(batch, self._values)
+
+    def _expected_bytes(self, micro_batch: int, shape: Mapping[str, Any]) -> int:
+        if self._bytes_of_two is None:
+            try:
+                with kept_random_state():
+                    two = make_real_batch(self._workload, 2, shape)
+            except Exception:
+                return 0
+            self._bytes_of_two = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(two))
+        return self._bytes_of_two * micro_batch // 2
+
+
+def make_real_batch(workload: Workload, micro_batch: int, shape: Mapping[str, Any]) -> Any:
+    """Make a batch on the host outside of any trace; what names a GPU is led to the host."""
+    with _outside_of_traces():
+        return make_batch(workload, micro_batch, shape, _CPU)
+
+
+@contextmanager
+def _outside_of_traces() -> Iterator[None]:
+    leads_elsewhere = torch._C._len_torch_function_stack() > 0
+    with _disable_current_modes(), RedirectedCalls(_CPU) if leads_elsewhere else nullcontext():
+        yield
+
+
+def without_memory(batch: Any, values: KnownValues) -> Any:
+    """Return a real batch with fake tensors in place of real ones, their values known."""
+    by_storage: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors_in(batch):
+        if _is_plain(tensor):
+            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    fakes: dict[int, torch.Tensor] = {}
+    for tensors in by_storage.values():
+        fakes.update(_fakes_of_one_storage(tensors, values))
+    return _mapped(batch, lambda tensor: fakes.get(id(tensor), tensor))
+
+
+def _fakes_of_one_storage(tensors: Sequence[torch.Tensor], values: KnownValues) -> dict[int, torch.Tensor]:
+    first = tensors[0]
+    num_bytes = first.untyped_storage().nbytes()
+    is_shared = len({id(tensor) for tensor in tensors}) > 1 or first.storage_offset() > 0
+    # A slice of a whole dataset is not the dataset.
+    is_most = 2 * sum(map(_extent_bytes, tensors)) >= num_bytes
+    base = None
+    if is_shared and is_most and len({tensor.dtype for tensor in tensors}) == 1:
+        base = torch.empty(num_bytes // first.element_size(), dtype=first.dtype)
+        values.learn_batch(base, first)
+    fakes = {}
+    for tensor in tensors:
+        if base is not None:
+            fake = base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        else:
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+            values.learn_batch(fake, tensor)
+        fakes[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
+    return fakes
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the batch with every tensor in it changed; the user's own objects stay as they are."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return change(value)
+        if isinstance(value, PackedSequence):
+            parts: list[Any] = [part if part is None else change(part) for part in value]
+            return PackedSequence(*parts)
+        if isinstance(value, MutableMapping):
+            mapping = copy.copy(value)
+            for key in list(value):
+                mapping[key] = _mapped(value[key], change)
+            return mapping
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            twin: Any = copy.copy(value)
+            for field in dataclasses.fields(value):
+                object.__setattr__(twin, field.name, _mapped(getattr(value, field.name), change))
+            return twin
+        return value
+
+    return tree_map(leaf, batch, is_leaf=lambda value: isinstance(value, PackedSequence))

@@ -1,0 +1,116 @@
+"""Operators whose results have a shape that depends on values: answered where those values are known.
+
+The values of a batch are known, so masks over labels, what is unique in them, lengths and counts have the very shapes
+that they have in a run.
+
+Promises:
+- nothing is guessed: where a value is not known, the operator is left to fail by its name;
+- the one exception is said: a CTC loss whose target lengths are unknown is given the longest that its targets allow.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_map
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from batchwright.memory.known_values import KnownValues
+
+_aten = torch.ops.aten
+_TAKES_MASKS = {
+    _aten.index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+    _aten._unsafe_index.Tensor,
+    _aten._unsafe_index_put.default,
+}
+_ANSWERS_A_TRUTH = {_aten.equal.default}
+CTC_LOSS = _aten._ctc_loss.Tensor
+CTC_LOSS_BACKWARD = _aten._ctc_loss_backward.Tensor
+LONGEST_TARGETS = "the lengths of the CTC loss's targets are not known: each was taken as long as the targets allow"
+
+
+def answer(
+    values: KnownValues, func: Any, args: Sequence[Any], kwargs: dict[str, Any], note: Callable[[str], None]
+) -> Any:
+    """Answer an operator by the values it reads; None where it needs no such answer, or none can be given."""
+    if func in _ANSWERS_A_TRUTH:
+        return values.evaluate(func, args, kwargs)
+    if func is CTC_LOSS:
+        return _ctc_loss(values, *args, note=note)
+    if func is CTC_LOSS_BACKWARD:
+        return torch.empty_like(args[1])
+    if func is _aten.masked_select.default:
+        return _masked_select(values, *args)
+    if func in _TAKES_MASKS:
+        indices = _without_masks(values, args[1])
+        return None if indices is None else func(args[0], indices, *args[2:], **kwargs)
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return None
+    real = values.evaluate(func, args, kwargs)
+    like = next((arg for arg in args if isinstance(arg, FakeTensor)), None)
+    if real is None or like is None:
+        return None
+
+    def fake(result: Any) -> Any:
+        if not isinstance(result, torch.Tensor):
+            return result
+        made = like.new_empty_strided(result.size(), result.stride(), dtype=result.dtype)
+        values.learn_result(made, result)
+        return made
+
+    return tree_map(fake, real)
+
+
+def _without_masks(values: KnownValues, indices: Sequence[Any]) -> list[Any] | None:
+    """Return indices with the positions that each mask selects; None where there is no mask, or one is not known."""
+    if not any(isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return None
+    positions: list[Any] = []
+    for index in indices:
+        if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
+            positions.append(index)
+            continue
+        real = values.real(index)
+        if real is None:
+            return None
+        with unset_fake_temporarily():
+            selected = real.nonzero(as_tuple=True)
+        positions += [index.new_empty(one.shape, dtype=torch.int64) for one in selected]
+    return positions
+
+
+def _masked_select(values: KnownValues, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+    real = values.real(mask)
+    if real is None:
+        return None
+    with unset_fake_temporarily():
+        count = int(real.expand(torch.broadcast_shapes(tensor.shape, mask.shape)).sum())
+    return tensor.new_empty(count)
+
+
+def _ctc_loss(
+    values: KnownValues,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    _: torch.Tensor,
+    target_lengths: torch.Tensor,
+    *__: Any,
+    note: Callable[[str], None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each sample, and the table of its paths: as wide as twice the longest target (LossCTC.cpp)."""
+    real = values.real(target_lengths)
+    longest = targets.shape[-1]
+    if real is None:
+        note(LONGEST_TARGETS)
+    else:
+        with unset_fake_temporarily():
+            longest = int(real.max()) if real.numel() else 0
+    batch = target_lengths.shape[0]
+    return log_probs.new_empty(batch), log_probs.new_empty((batch, log_probs.shape[0], 2 * longest + 1))
