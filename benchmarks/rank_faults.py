@@ -83,7 +83,7 @@ def message_of(text: str) -> str:
     lines = text.splitlines()
     found = [number for number, line in enumerate(lines) if re.match(r"(Error: )?(rank \d+ |all ranks)", line)]
     if not found:
-        return ""
+        return next((line for line in lines if re.match(r"Error: |.*nothing fits|.*does not fit", line)), "")
     first = lines[found[0]].replace(f"{TARGET.parent}{os.sep}", "")
     has_traceback = first.endswith(":") and "wait for" not in first
     raised = [line for line in lines[found[0] :] if re.match(r"\w[\w.]*Error\b", line)]

@@ -7,6 +7,7 @@ SLOW = (
     "tests/ranks/test_faults.py::test_noise_ends_on_all_ranks[SIGKILL]",
     "tests/ranks/test_faults.py::test_noise_ends_on_all_ranks[out of memory]",
     "tests/ranks/test_faults.py::test_noise_ends_on_all_ranks[extra collective]",
+    "tests/ranks/test_faults.py::test_several_ranks_that_see_one_die_say_so_once",
     "tests/ranks/test_faults.py::test_tune_ends_on_all_ranks_whichever_fails[bug]",
     "tests/ranks/test_faults.py::test_tune_ends_on_all_ranks_whichever_fails[hang]",
     "tests/ranks/test_faults.py::test_tune_ends_on_all_ranks_whichever_fails[SIGKILL]",

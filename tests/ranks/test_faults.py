@@ -95,6 +95,11 @@ def test_tune_ends_on_all_ranks_whichever_fails(fault: str, tmp_path: Path) -> N
         check(fault, 0, codes, said)
 
 
+def test_several_ranks_that_see_one_die_say_so_once(tmp_path: Path) -> None:
+    codes, said = run_ranks(tmp_path, NOISE, ranks=4, FAULT="SIGKILL", FAULT_RANK="2")
+    check("SIGKILL", 2, codes, said)
+
+
 @pytest.mark.parametrize("fault", ["bug", "hang"])
 @pytest.mark.parametrize("in_child", ["0", "1"])
 def test_a_rank_that_fails_while_it_loads_ends_fit_on_all(fault: str, in_child: str, tmp_path: Path) -> None:

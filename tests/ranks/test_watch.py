@@ -12,7 +12,7 @@ from batchwright.ranks.activity import Activity
 from batchwright.ranks.failure import RankFailure
 from batchwright.ranks.watch import Status, Watch
 
-LIMIT = 51.0
+LIMIT = 48.0
 
 
 def status(*, waits: float | None = None, still: float = 0.0, quiet: float = 0.0) -> Status:
@@ -40,7 +40,7 @@ def test_a_rank_that_stands_still_while_another_waits_is_named(judged: Any) -> N
     "found",
     [
         pytest.param([status(still=600), status(still=600)], id="nobody waits"),
-        pytest.param([status(waits=50, still=50), status(still=600)], id="not waited for long"),
+        pytest.param([status(waits=40, still=40), status(still=600)], id="not waited for long"),
         pytest.param([status(waits=200), status(still=0.5, quiet=200)], id="the other is busy"),
         pytest.param([status(waits=600), status(quiet=40)], id="the other gets somewhere"),
         pytest.param([status(waits=60), status(waits=10)], id="the other has just come"),

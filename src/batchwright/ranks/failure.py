@@ -39,6 +39,8 @@ class RankFailure:
     """An error of ours that every rank raises alike."""
     is_users: bool = False
     """The user's code raised: the message is its traceback."""
+    printed_by: int | None = None
+    """The rank that was first to write it down: several see the same rank die."""
 
     def pack(self) -> str:
         """Write it as JSON."""

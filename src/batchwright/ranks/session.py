@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from batchwright.catalogue.gpus import names_a_card
@@ -165,7 +166,7 @@ class Session:
 
     def post(self, failure: RankFailure) -> bool:
         """Write down a failure; return whether it is the first, and so the one that this rank prints."""
-        text = failure.pack()
+        text = replace(failure, printed_by=self.rank).pack()
         try:
             first: bytes = self.store.compare_set("failure", "", text)
         except RuntimeError:

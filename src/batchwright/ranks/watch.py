@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 0.25
 # The verdict and the way out take some of the time that was promised.
-_SHARE_OF_LIMIT = 0.85
+_SHARE_OF_LIMIT = 0.8
 BUSY_FACTOR = 5
 # How long the main thread may take to leave by itself once there is a verdict, and after a signal.
 _GRACE_SECONDS = 2.0
