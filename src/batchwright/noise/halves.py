@@ -179,7 +179,7 @@ class Halves:
         del node
 
         def hook(gradients: tuple[torch.Tensor | None, ...]) -> Any:
-            silenced = []
+            silenced: list[torch.Tensor | None] = []
             for gradient, layout in zip(gradients, layouts, strict=False):
                 if gradient is None:
                     silenced.append(None)
@@ -365,8 +365,8 @@ class _Graph:
             if hasattr(now, "variable"):
                 known[now] = id(now.variable) in self._wanted
                 continue
-            children = [child for child, _ in now.next_functions]
-            if now.name() not in _OF_WEIGHTS or None in children or not children:
+            children = [child for child, _ in now.next_functions if child is not None]
+            if now.name() not in _OF_WEIGHTS or len(children) < len(now.next_functions) or not children:
                 known[now] = False
                 continue
             if any(known.get(child) is False for child in children):
