@@ -23,7 +23,7 @@ def dotted(node: ast.AST) -> str:
 
 def private_names() -> set[str]:
     """Every name of torch with a private part that the source imports, or reaches by its dots and does not set."""
-    names = set()
+    names: set[str] = set()
     for file in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def profiled_peak_bytes(run: Callable[[], object]) -> int:
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run()
     changes = [
         (event.start_ns(), event.nbytes())

@@ -12,7 +12,7 @@ from batchwright.memory.attention_kernel import BACKWARD, FORWARD, held_while_ru
 
 def freed_inside(func: object, *args: object) -> list[int]:
     """Bytes of the allocations that an operator made and gave back."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         kept = func(*args)  # type: ignore[operator]
     assert profiled.profiler is not None
     events = profiled.profiler.kineto_results.events()
