@@ -110,12 +110,6 @@ class KnownValues:
         with unset_fake_temporarily():
             return None if known is None else known.item()
 
-    def count_nonzero(self, tensor: torch.Tensor) -> int | None:
-        """How many elements of a tensor are not zero, or None where that is not known."""
-        known = self._real(tensor)
-        with unset_fake_temporarily():
-            return None if known is None else int(known.count_nonzero())
-
     def holds(self, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> bool:
         """Whether a tensor is known to hold just what `make` makes."""
         known = self._real(tensor)

@@ -30,7 +30,6 @@ from batchwright.memory.blocks import Block, Log
 from batchwright.memory.engine_adds import ADD, EngineAdds, counts_of, engine_frame
 from batchwright.memory.followed_storages import FollowedStorages
 from batchwright.memory.kernels import SHAPE_RULES, moments_of
-from batchwright.memory.known_masks import without_known_masks
 from batchwright.memory.known_values import KnownValues
 from batchwright.memory.outside_tensors import OutsideTensors, part_of_outside, users_line
 from batchwright.memory.refusals import shapes_from
@@ -211,7 +210,7 @@ class Trace(TorchDispatchMode):
             outputs = self.routing.answer(func, args)
         if outputs is None and not (self.card is not None and _changes_a_list(func)):
             rule = (SHAPE_RULES if self.card is None else LAYOUT_RULES).get(func, func)
-            outputs = shapes_from(rule, func, without_known_masks(func, args, self.values, self.storages.see), kwargs)
+            outputs = shapes_from(rule, func, args, kwargs)
         operator = str(func).removesuffix(".default")
         if operator.startswith(_UNSEEN_INSIDE):
             self.hides_memory = True

@@ -49,7 +49,7 @@ def answer(
     if func is _aten.masked_select.default:
         return _masked_select(values, *args)
     if func in _TAKES_MASKS:
-        indices = _without_masks(values, args[1])
+        indices = _without_masks(values, args[0], args[1])
         return None if indices is None else func(args[0], indices, *args[2:], **kwargs)
     if torch.Tag.dynamic_output_shape not in func.tags:
         return None
@@ -68,21 +68,30 @@ def answer(
     return tree_map(fake, real)
 
 
-def _without_masks(values: KnownValues, indices: Sequence[Any]) -> list[Any] | None:
+def _without_masks(values: KnownValues, indexed: torch.Tensor, indices: Sequence[Any]) -> list[Any] | None:
     """Return indices with the positions that each mask selects; None where there is no mask, or one is not known."""
-    if not any(isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8) for index in indices):
+    masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    if not masks or not any(isinstance(tensor, FakeTensor) for tensor in (indexed, *masks)):
         return None
+    shape = indexed.shape
     positions: list[Any] = []
     for index in indices:
         if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
             positions.append(index)
             continue
+        start = len(positions)  # each position and each plain index stands for one dimension
+        if shape[start : start + index.dim()] != index.shape:
+            raise IndexError(
+                f"The shape of the mask {list(index.shape)} at index {start} does not match the shape of the indexed "
+                f"tensor {list(shape)} at index {start}"
+            )
         real = values.real(index)
         if real is None:
             return None
         with unset_fake_temporarily():
             selected = real.nonzero(as_tuple=True)
-        positions += [index.new_empty(one.shape, dtype=torch.int64) for one in selected]
+        is_fake = isinstance(index, FakeTensor)
+        positions += [index.new_empty(one.shape, dtype=torch.int64) if is_fake else one for one in selected]
     return positions
 
 
