@@ -99,9 +99,9 @@ def error_from_dict(data: Mapping[str, Any]) -> BatchwrightError:
     InvalidInputError('no.\\n  try: yes')
     """
     kind = globals().get(data["type"])
-    known = isinstance(kind, type) and issubclass(kind, BatchwrightError)
-    make: type[BatchwrightError] = kind if known else BatchwrightError
-    error = make(data["problem"], details=data["details"], remedy=data["remedy"])
+    is_ours = isinstance(kind, type) and issubclass(kind, BatchwrightError)
+    make: Any = kind if is_ours else BatchwrightError
+    error: BatchwrightError = make(data["problem"], details=data["details"], remedy=data["remedy"])
     if error.exit_code != data["exit_code"]:
         error.exit_code = data["exit_code"]
     for note in data["notes"]:

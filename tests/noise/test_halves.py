@@ -40,7 +40,8 @@ class Agent(nn.Module):
         self.actor, self.critic = nn.Linear(C, 2), nn.Linear(C, 1)
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return self.actor(x).pow(2).mean() + (self.critic(x) - 1).pow(2).mean()
+        loss: torch.Tensor = self.actor(x).pow(2).mean() + (self.critic(x) - 1).pow(2).mean()
+        return loss
 
 
 class Bare(nn.Module):
@@ -53,7 +54,8 @@ class Bare(nn.Module):
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.cat([self.token.expand(len(x), -1, -1), x * self.scale], 1)
-        return (functional.linear(x, self.w) + self.shift).tanh().pow(2).mean()
+        loss: torch.Tensor = (functional.linear(x, self.w) + self.shift).tanh().pow(2).mean()
+        return loss
 
 
 class OwnNorm(nn.Module):
@@ -67,7 +69,8 @@ class OwnNorm(nn.Module):
         return out
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return (self(x) - x).pow(2).mean()
+        loss: torch.Tensor = (self(x) - x).pow(2).mean()
+        return loss
 
 
 class Recurrent(nn.Module):
@@ -82,10 +85,12 @@ class Recurrent(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out, _ = self.net(x)
         scores: torch.Tensor = self.head(out[-1] if self.time_first else out[:, -1])
-        return scores
+        loss: torch.Tensor = scores
+        return loss
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return (self(x) - 0.3).pow(2).mean()
+        loss: torch.Tensor = (self(x) - 0.3).pow(2).mean()
+        return loss
 
 
 class Attention(nn.Module):
@@ -98,7 +103,8 @@ class Attention(nn.Module):
         return out
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return (self(x) - 0.1 * x).pow(2).mean()
+        loss: torch.Tensor = (self(x) - 0.1 * x).pow(2).mean()
+        return loss
 
 
 class Images(nn.Module):
@@ -113,7 +119,8 @@ class Images(nn.Module):
         )
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.net(x.mT[..., None] * torch.ones(3, dtype=x.dtype)) - 0.2).pow(2).mean()
+        loss: torch.Tensor = (self.net(x.mT[..., None] * torch.ones(3, dtype=x.dtype)) - 0.2).pow(2).mean()
+        return loss
 
 
 class FlatHead(nn.Module):
@@ -129,7 +136,8 @@ class FlatHead(nn.Module):
         hidden = (self.inner(self.tokens(ids)) * self.gain).reshape(-1, C)
         scores = functional.linear(hidden, self.tokens.weight)
         penalty = 0.1 * self.inner.weight.pow(2).sum()
-        return functional.cross_entropy(scores, ids.roll(1, 1).reshape(-1)) + penalty
+        loss: torch.Tensor = functional.cross_entropy(scores, ids.roll(1, 1).reshape(-1)) + penalty
+        return loss
 
 
 class Normed(nn.Module):
@@ -142,7 +150,8 @@ class Normed(nn.Module):
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         out = self.net(x) @ self.more.tanh()
-        return out.pow(2).mean() + 0.01 * self.more.pow(2).sum()
+        loss: torch.Tensor = out.pow(2).mean() + 0.01 * self.more.pow(2).sum()
+        return loss
 
 
 class Sparse(nn.Module):
@@ -151,12 +160,14 @@ class Sparse(nn.Module):
         self.table, self.gain = nn.Embedding(VOCABULARY, C, sparse=True), nn.Parameter(torch.rand(C))
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.table((x.abs() * 3).long().sum(-1) % VOCABULARY) * self.gain).pow(2).mean()
+        loss: torch.Tensor = (self.table((x.abs() * 3).long().sum(-1) % VOCABULARY) * self.gain).pow(2).mean()
+        return loss
 
 
 class Checkpointed(OwnNorm):
     def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return (checkpoint(self, x, use_reentrant=False) - x).pow(2).mean()
+        loss: torch.Tensor = (checkpoint(self, x, use_reentrant=False) - x).pow(2).mean()
+        return loss
 
 
 CASES: dict[str, tuple[Callable[[], Any], int]] = {
@@ -187,7 +198,7 @@ def by_hand(model: Any, x: torch.Tensor, batch_dim: int, mine: torch.Tensor) -> 
     gradients, sizes = [], [int(mine.sum()), int((~mine).sum())]
     for chosen in (mine, ~mine):
         gradients.append(flat_gradient(model, model.loss(x.index_select(batch_dim, chosen.nonzero().flatten()))))
-    mean = sum(g * n for g, n in zip(gradients, sizes, strict=True)) / N
+    mean = torch.stack([g * n for g, n in zip(gradients, sizes, strict=True)]).sum(0) / N
     trace = sum(n * float((g - mean).square().sum()) for g, n in zip(gradients, sizes, strict=True))
     return [trace, float(mean.square().sum()) - trace / N]
 
@@ -197,7 +208,7 @@ def looked_at(model: Any, batch_dim: int, length: int = T, steps: int = 2) -> tu
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoiseScaleWarning)
         noise = NoiseScale(model, optimizer=optimizer, micro_batch=N, batch_dim=batch_dim)
-        noise._source._examples = None  # type: ignore[union-attr]
+        noise._source._examples = None
         noise._source._begin()  # type: ignore[union-attr]
         wanted = []
         for step in range(steps):
@@ -251,7 +262,8 @@ class Tied(nn.Module):
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         scores = (x[:, 0] @ self.left).tanh() @ (x[:, 1] @ self.right).tanh().T
-        return functional.cross_entropy(scores, torch.arange(len(x)))
+        loss: torch.Tensor = functional.cross_entropy(scores, torch.arange(len(x)))
+        return loss
 
 
 class Weighed(nn.Module):
@@ -262,7 +274,8 @@ class Weighed(nn.Module):
         self.net, self.log_scale = nn.Linear(C, 1), nn.Parameter(torch.zeros(()))
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x).pow(2).mean() * self.log_scale.exp() - self.log_scale
+        loss: torch.Tensor = self.net(x).pow(2).mean() * self.log_scale.exp() - self.log_scale
+        return loss
 
 
 class Reentrant(nn.Module):
@@ -274,7 +287,8 @@ class Reentrant(nn.Module):
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         hidden = checkpoint(lambda x: self.inner(x) * self.gain, x.requires_grad_(), use_reentrant=True)
-        return self.outer(hidden).pow(2).mean()
+        loss: torch.Tensor = self.outer(hidden).pow(2).mean()
+        return loss
 
 
 @pytest.mark.parametrize(

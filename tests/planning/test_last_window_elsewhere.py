@@ -112,7 +112,7 @@ def train_with_transformers(loader: DataLoader[Any], watching: Watching, model: 
     arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
-        per_device_train_batch_size=loader.batch_size,
+        per_device_train_batch_size=loader.batch_size or 1,
         dataloader_drop_last=loader.drop_last,
         gradient_accumulation_steps=4,
         num_train_epochs=1,

@@ -114,4 +114,5 @@ def exchange(
 
 
 def _totals(sums: Sequence[float], names: Sequence[str]) -> Totals:
-    return Totals(*sums[: len(REDUCTIONS)], dict(zip(names, sums[len(REDUCTIONS) :], strict=True)))
+    units, samples, window, *named = sums
+    return Totals(units, samples, window, dict(zip(names, named, strict=True)))
