@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from batchwright.device.step import run_probe
 from batchwright.memory.blocks import find_peak
-from batchwright.memory.fake_model import build_skeleton, fake_copy
+from batchwright.memory.fake_model import FakeParts, build_skeleton
 from batchwright.memory.tracing import trace_workload
+from batchwright.state.untouched import untouched
 
 if TYPE_CHECKING:
     from memory_cases import Case
@@ -114,10 +116,12 @@ class BetweenSteps:
 
 def mem_tracker_peak(case: Case) -> int:
     mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), MemTracker()
-    skeleton, _ = build_skeleton(case.workload)
-    model = fake_copy(skeleton, mode, CPU)
-    tracker.track_external(model)
-    with mode, tracker:
+    with untouched(case.workload, is_traced=True), ExitStack() as modes:
+        skeleton, _ = build_skeleton(case.workload)
+        model = FakeParts(mode, CPU).put_into_model(skeleton)
+        tracker.track_external(model)
+        modes.enter_context(mode)
+        modes.enter_context(tracker)
         run_probe(
             case.workload,
             case.micro_batch,

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 import batchwright as bw
-from batchwright.device.step import run_probe
 from batchwright.errors import InvalidInputError
+from tests.device.workloads import run_probe
 
 # Its classes are only half typed.
 tr: Any = transformers

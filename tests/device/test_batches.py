@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +13,18 @@ from transformers import BatchEncoding
 
 from batchwright.device.batches import check_size, make_batch, move_batch, tensors_in
 from batchwright.errors import InvalidInputError
+from batchwright.state.untouched import thrown_away
 from tests.device.workloads import make_linear
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def _nothing_to_give_back() -> Iterator[None]:
+    with thrown_away():
+        yield
+
 
 META = torch.device("meta")
 CPU = torch.device("cpu")

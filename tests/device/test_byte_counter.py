@@ -12,8 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from batchwright.device.byte_counter import ByteCounter
 from batchwright.device.host import HostDevice
-from batchwright.device.step import run_probe
-from tests.device.workloads import make_linear, make_mlp, make_transformer
+from tests.device.workloads import make_linear, make_mlp, make_transformer, run_probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

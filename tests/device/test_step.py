@@ -6,7 +6,7 @@ import copy
 import functools
 import weakref
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,8 +15,19 @@ from torch import nn
 import batchwright as bw
 from batchwright.device.step import PHASES, build_optimizers, evaluating, run_probe
 from batchwright.errors import InvalidInputError
+from batchwright.state.untouched import thrown_away
 from batchwright.workload import Workload
 from tests.device.workloads import make_linear, mean_square
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def _nothing_to_give_back() -> Iterator[None]:
+    with thrown_away():
+        yield
+
 
 CPU = torch.device("cpu")
 STEP = ["batch", "forward", "backward", "optimizer"]

@@ -19,12 +19,12 @@ import pytest
 import torch
 from torch import nn
 
-from batchwright.device.step import run_probe
 from batchwright.fitting import fingerprint as fingerprint_file
 from batchwright.fitting import named_code
 from batchwright.fitting.fingerprint import fingerprint, rounded
 from batchwright.targets import load_workload
 from batchwright.workload import Workload
+from tests.device.workloads import run_probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

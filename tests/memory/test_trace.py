@@ -11,12 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import batchwright as bw
-from batchwright.device.step import run_probe
 from batchwright.errors import InvalidInputError
 from batchwright.memory.breakdown import break_down, part_of
 from batchwright.memory.tracing import trace_workload
 from tests.device.test_byte_counter import profiled_peak_bytes
-from tests.device.workloads import SmallTransformer, make_linear, make_mlp, make_transformer, mean_square
+from tests.device.workloads import SmallTransformer, make_linear, make_mlp, make_transformer, mean_square, run_probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

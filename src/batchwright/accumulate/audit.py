@@ -1,7 +1,7 @@
 """`audit_workload`: the very same samples as one batch and as an accumulation, gradient against gradient.
 
 Promises:
-- nothing of the user's changes: the model is a copy, the optimizer never steps, random numbers come back;
+- nothing of the user's changes: a live model is compared in place and given back, the optimizer never steps;
 - what is compared is in fp32 or fp64 with dropout off, or replayed micro-batch by micro-batch, so that what differs is
   the accumulation.
 """
@@ -37,6 +37,7 @@ from batchwright.accumulate.splits import read_splits
 from batchwright.accumulate.synchronisations import judge_synchronisations
 from batchwright.errors import InvalidInputError
 from batchwright.memory.estimate import check_shape
+from batchwright.state.untouched import leaves_untouched
 from batchwright.units import whole_number
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class Comparable(Protocol):
         ...
 
 
+@leaves_untouched()
 def audit_workload(
     workload: Workload,
     *,

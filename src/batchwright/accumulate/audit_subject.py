@@ -1,4 +1,4 @@
-"""What is audited: a copy of the model, the samples, and the loop that accumulates over them.
+"""What is audited: the model, the samples, and the loop that accumulates over them.
 
 Promises:
 - every split is of the very same samples, in the same order;
@@ -7,14 +7,12 @@ Promises:
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from batchwright.accumulate.audit_result import MEAN_OF_PARTS, TOLERANCES, Compared
 from batchwright.accumulate.caught_window import catch_windows, plain_window
@@ -75,8 +73,8 @@ class Subject:
         self.is_random = False
         with kept_random_state():
             torch.manual_seed(0)  # asked twice, it answers the same
-            given = workload.model
-            self.model = copy.deepcopy(given) if isinstance(given, nn.Module) else build_model(workload, _CPU)
+            # A live one in place, for an optimizer and functions that hold it; `untouched` gives it back.
+            self.model = build_model(workload, _CPU)
             narrow = {str(p.dtype).removeprefix("torch.") for p in self.model.parameters() if p.dtype in _NARROW}
             self.model = self.model.to(_CPU, _DTYPES[dtype]).train()
             self.model.zero_grad(set_to_none=True)

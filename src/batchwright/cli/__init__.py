@@ -10,7 +10,9 @@ Promises:
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -112,7 +114,22 @@ def main(args: list[str] | None = None) -> NoReturn:
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         # Where a rank dies, torch's stores print traces of C++ about the lost connection. Read when torch is imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    sys.exit(_run(args))
+    # As an interrupt, so that every way out is taken: temporary folders, child processes, what is the user's.
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _terminate) if is_main else None
+    try:
+        sys.exit(_run(args))
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM was received."""
+
+
+def _terminate(number: int, _: object) -> NoReturn:
+    raise _Terminated
 
 
 def _run(args: list[str] | None) -> int:
@@ -138,8 +155,9 @@ def _run(args: list[str] | None) -> int:
         return 3
     except (click.Abort, KeyboardInterrupt) as stop:
         click.echo("Interrupted.", err=True)
-        _show_notes(stop.__cause__ or stop)  # click's Abort stands for the interrupt itself
-        return 130
+        interrupt = stop.__cause__ or stop  # click's Abort stands for the interrupt itself
+        _show_notes(interrupt)
+        return 143 if isinstance(interrupt, _Terminated) else 130
     except BrokenPipeError:
         # The reader went away (`| head`): not our error, and Python must not complain about it at exit either.
         sys.stderr.close()

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.data import DataLoader, default_collate
 
 from batchwright.errors import InvalidInputError
+from batchwright.state.untouched import current_keep
 from batchwright.units import counted
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 def make_batch(workload: Workload, micro_batch: int, shape: Mapping[str, Any], device: torch.device) -> Any:
     """Make `micro_batch` samples of a shape on a device, and check that there are as many."""
+    current_keep(workload)
     if workload.batch is not None:
         batch = workload.batch(micro_batch, **shape)
     else:

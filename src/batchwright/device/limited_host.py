@@ -25,6 +25,7 @@ from batchwright.device.outcome import Outcome, judge
 from batchwright.device.peak_bytes import PeakBytes
 from batchwright.device.probing import ProbesWhatItWatches
 from batchwright.device.process_memory import PeakWatch, give_back, limited_to
+from batchwright.state.kept_tensor import storages_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -130,7 +131,7 @@ def live_bytes(things: Iterable[Any]) -> int:
             tensors += [t for state in thing.state.values() for t in tree_leaves(dict(state)) if torch.is_tensor(t)]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     real = [t for t in tensors if t.device.type == "cpu" and not is_traceable_wrapper_subclass(t)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in real}.values())
+    return sum(dict(storage for tensor in real for storage in storages_of(tensor)).values())
 
 
 def clear_kernel_buffers() -> None:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from batchwright.device.step import DEFAULT_STEPS, run_probe
+from batchwright.state.untouched import untouched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -50,23 +51,24 @@ class ProbesWhatItWatches(ABC):
         accumulation: int = 1,
         clip_norm: float | None = None,
     ) -> Outcome:
-        """Run full steps at one size and say how it went."""
-        return self.watch(
-            lambda: run_probe(
-                workload,
-                micro_batch,
-                device=self.torch_device,
+        """Run full steps at one size, say how it went, and give back what is the user's."""
+        with untouched(workload, accelerator=None if self.torch_device.type == "cpu" else self.torch_device):
+            return self.watch(
+                lambda: run_probe(
+                    workload,
+                    micro_batch,
+                    device=self.torch_device,
+                    shape=shape,
+                    steps=steps,
+                    accumulation=accumulation,
+                    clip_norm=clip_norm,
+                    now=self.now,
+                ),
+                micro_batch=micro_batch,
                 shape=shape,
-                steps=steps,
                 accumulation=accumulation,
-                clip_norm=clip_norm,
-                now=self.now,
-            ),
-            micro_batch=micro_batch,
-            shape=shape,
-            accumulation=accumulation,
-            **self._met_before(workload),
-        )
+                **self._met_before(workload),
+            )
 
     def _met_before(self, workload: Workload) -> dict[str, Any]:
         """What `watch` of this device has to be told about a workload; nothing, for most."""

@@ -5,9 +5,8 @@ Promises:
   is built and in who observes the phases;
 - a mistake in the user's code propagates untouched, with its own traceback; a workload that cannot be right (a
   loss that is no scalar, a batch that ignores its size, an optimizer over nothing) is an `InvalidInputError`;
-- nothing of a step is kept alive into the next one but weights and optimizer state.
-
-Giving back a live model as it was is the caller's part.
+- nothing of a step is kept alive into the next one but weights and optimizer state;
+- the user's functions are called inside of `untouched` only, which gives back what is theirs.
 """
 
 from __future__ import annotations
@@ -22,8 +21,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.device.batches import make_batch
+from batchwright.device.handed_out import handed_out
 from batchwright.device.step_checks import check_that_something_trains, checked_loss, must_be_called
 from batchwright.errors import InvalidInputError
+from batchwright.state.untouched import current_keep
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
@@ -96,15 +97,34 @@ def build_model(workload: Workload, device: torch.device) -> nn.Module:
 
     `wrap` is not applied: it is for ranks, and whoever starts those applies it in a `build` of their own.
     """
+    model = hand_out_model(workload)
+    if any(parameter.is_meta for parameter in model.parameters()) and device.type != "meta":
+        raise InvalidInputError(
+            "the model is on the meta device: it has no weights to run with.",
+            remedy="model=a function that builds it on the CPU",
+        )
+    return model.to(device)
+
+
+def hand_out_model(workload: Workload) -> nn.Module:
+    """Return the workload's model as it is: the module, or what the function hands out."""
+    current_keep(workload)
     given = workload.model
-    model = given if isinstance(given, nn.Module) else given()
+    model = given if isinstance(given, nn.Module) else handed_out(given)
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model= must be a module or a function that builds one; received {shortened(model)}.")
-    return model.to(device)
+    return model
+
+
+def build_scaler(workload: Workload) -> Any:
+    """Return what scales the loss; None where nothing does."""
+    current_keep(workload)
+    return None if workload.scaler is None else handed_out(workload.scaler)
 
 
 def build_optimizers(workload: Workload, model: nn.Module) -> tuple[Any, ...]:
     """Return the optimizers over what the model trains; none where the workload is inference only."""
+    current_keep(workload)
     if workload.optimizer is None:
         return ()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -113,7 +133,7 @@ def build_optimizers(workload: Workload, model: nn.Module) -> tuple[Any, ...]:
             "the optimizer has no parameters: none of the model's parameters requires a gradient.",
             remedy="unfreeze what is to be trained, or leave out optimizer= for inference only",
         )
-    made = workload.optimizer(_what_it_takes(workload.optimizer, model))
+    made = handed_out(workload.optimizer, _what_it_takes(workload.optimizer, model))
     optimizers = tuple(made) if isinstance(made, list | tuple) else (made,)
     for optimizer in optimizers:
         if not all(hasattr(optimizer, name) for name in ("step", "zero_grad", "param_groups")):
@@ -187,7 +207,7 @@ def run_steps(
         # may be in eval mode on purpose (a frozen BatchNorm).
         if not model.training:
             model.train()
-        scaler = None if workload.scaler is None else workload.scaler()
+        scaler = build_scaler(workload)
 
         def gradients() -> torch.Tensor:
             assert workload.loss is not None

@@ -71,6 +71,7 @@ def run_job(job: Job, on_failure: Callable[[RankFailure], None]) -> Outcome:
     """Load the workload and run its probe in this process; `on_failure` is called where child ranks hang."""
     from batchwright.device.device import open_limited
     from batchwright.device.limited_host import live_bytes
+    from batchwright.state.untouched import thrown_away
 
     settings: dict[str, Any] = {"shape": job.shape, "accumulation": job.accumulation, "clip_norm": job.clip_norm}
     with ExitStack() as stack:
@@ -86,7 +87,8 @@ def run_job(job: Job, on_failure: Callable[[RankFailure], None]) -> Outcome:
             session.where = f"probe of micro-batch {job.micro_batch}"
             join_children(session)
             workload = wrapped(workload)
-        outcome = device.probe(workload, job.micro_batch, **settings)
+        with thrown_away():
+            outcome = device.probe(workload, job.micro_batch, **settings)
         if session is not None and outcome.fits:
             session.gather("end", None)  # one that hangs after its last collective is found here
         return outcome

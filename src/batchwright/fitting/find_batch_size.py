@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, Unpack, overload
 
+import torch
+
 from batchwright.device.device import default_device, open_limited
 from batchwright.device.limited_host import live_bytes
 from batchwright.device.out_of_memory import is_out_of_memory
@@ -25,6 +27,7 @@ from batchwright.planning.plan import plan
 from batchwright.planning.split import largest_divisor
 from batchwright.ranks.meeting import find_place
 from batchwright.state.held_objects import held_objects
+from batchwright.state.untouched import untouched
 from batchwright.units import format_bytes, shortened, whole_number
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from batchwright.device.outcome import Outcome
     from batchwright.fitting.series import Series
     from batchwright.planning.plan import Plan
+    from batchwright.state.untouched import Keep
 
 # Nothing but memory ends the growth, and on a large machine that may take hours: each probe really trains.
 _LARGEST_SIZE = 8192
@@ -147,13 +151,18 @@ class BatchSizeFinder(Generic[Returned]):
     def _find(self, arguments: dict[str, Any]) -> Fit:
         on = self._asked["on"] or default_device()
         # As keywords of a partial, so that what the caller hands in is looked into as the function's own things are.
-        reached = list(held_objects(functools.partial(self._called.function, **arguments)).values())
+        called = functools.partial(self._called.function, **arguments)
+        with untouched(called, accelerator=None if on == "cpu" else torch.device(on)) as keep:
+            return self._find_on(on, arguments, list(held_objects(called).values()), keep)
+
+    def _find_on(self, on: str, arguments: dict[str, Any], reached: list[Any], keep: Keep) -> Fit:
         held_bytes = live_bytes(reached)
         budget = open_budget(on, self._asked["memory"], margin=self._asked["margin"], held_bytes=held_bytes)
         calls = CutCalls(
             self._called.name,
             functools.partial(self._called.run, arguments),
             reached,
+            keep,
             device=open_limited(on, budget.probe_bytes, held_bytes=held_bytes),
         )
         series = self._search(calls)

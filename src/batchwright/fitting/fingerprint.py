@@ -37,7 +37,7 @@ from batchwright.device.batches import make_batch, tensors_in
 from batchwright.device.device import open_device
 from batchwright.fitting.named_code import Names, is_installed
 from batchwright.memory.fake_model import build_skeleton
-from batchwright.state.kept_state import KeptState
+from batchwright.state.untouched import untouched
 from batchwright.targets import Target
 
 if TYPE_CHECKING:
@@ -114,13 +114,14 @@ def _ingredients(
         "settings": names.of(dict(settings)),
         "allocators": {name: os.environ[name] for name in os.environ if _SETTINGS_OF_ALLOCATORS.fullmatch(name)},
     }
-    state = KeptState(accelerator=None if on == "cpu" else torch.device(on))
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            found |= _from_users_code(workload, shape, names)
-    finally:
-        state.restore()
+    accelerator = None if on == "cpu" else torch.device(on)
+    with (
+        untouched(workload, accelerator=accelerator, is_traced=True),
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        found |= _from_users_code(workload, shape, names)
     # Last: by now everything is imported that the user's functions import when they are called.
     found["objects"] = names.objects()
     found["files"] = None if target is None else _files(target)

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from batchwright.catalogue.gpus import names_a_card
 from batchwright.device.device import default_device
 from batchwright.errors import InvalidInputError
@@ -32,7 +34,7 @@ from batchwright.memory.on_card import card_named, read_settings
 from batchwright.memory.tracing import check_batches
 from batchwright.ranks.meeting import find_place
 from batchwright.ranks.session import on_all_ranks, together
-from batchwright.state.kept_state import kept
+from batchwright.state.untouched import untouched
 from batchwright.units import whole_number
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from batchwright.fitting.result import Fit
     from batchwright.fitting.work import Step
     from batchwright.simulated.allocator_settings import AllocatorSettings
+    from batchwright.state.untouched import Keep
     from batchwright.workload import Workload
 
 
@@ -91,7 +94,7 @@ def fit(
     """
     say = progress or (lambda _: None)
     on = default_device() if on is None else on
-    asked = read_work(work)
+    asked, state = read_work(work), tuple(state)
     question = Question.read(
         limit=limit,
         start=start,
@@ -112,33 +115,34 @@ def fit(
     if asked.step is not None:
         if evaluate or isolate:
             raise InvalidInputError("a plain step runs in this process and has no evaluation; hand in a Workload.")
-        step = PlainStep(asked.step, on=on, state=state)
-        budget = _budget_of(step, memory, margin)
-        found = fit_shapes(question, step, budget, name=asked.name, traceable=None, say=say)
-        return replace(found, notes=(*found.notes, *step.notes))
+        with untouched(asked.step, objects=state, accelerator=_accelerator(on)) as keep:
+            step = PlainStep(asked.step, keep, on=on, state=state)
+            budget = _budget_of(step, memory, margin)
+            found = fit_shapes(question, step, budget, name=asked.name, traceable=None, say=say)
+            return replace(found, notes=(*found.notes, *step.notes))
     assert asked.workload is not None
-    if tuple(state):
+    if state:
         raise InvalidInputError("state= is for a plain step(n); a Workload says itself what it changes.")
-    for shape in question.shapes:
-        check_batches(asked.workload, shape)
-    notes: tuple[str, ...] = ()
-    job = Job(1, target=asked.target, on=on, accumulation=accumulation, clip_norm=clip_norm)
-    if asked.workload.data is not None:
-        # Samples may be drawn at random (augmentation): reading them must not move the user's generators.
-        with kept():
-            longest = longest_first(asked.workload.data, most=question.limit or LARGEST_MICRO_BATCH, say=say)
-        job, notes = replace(job, order=longest.order), (longest.note,) if longest.note else ()
-    if card is not None:
-        ask = Ask(asked, asked.workload, question, job, evaluate, memory, margin, False, notes, say)
-        # Without a wrap that spreads it, a rank holds what one device does.
-        ranks = whole_number(devices, "devices") if asked.workload.wrap is not None else 1
-        return _on_card(ask, card, devices=ranks, settings=read_settings(allocator))
-    fit_part = (
-        _in_children
-        if not find_place().is_alone or (asked.target is not None if isolate is None else isolate)
-        else _here
-    )
-    return fit_part(Ask(asked, asked.workload, question, job, evaluate, memory, margin, cache, notes, say))
+    in_children = not find_place().is_alone or (asked.target is not None if isolate is None else isolate)
+    # Where steps run elsewhere, or nowhere, only traces and batches are made here.
+    is_traced = card is not None or in_children
+    with untouched(asked.workload, accelerator=None if is_traced else _accelerator(on), is_traced=is_traced) as keep:
+        for shape in question.shapes:
+            check_batches(asked.workload, shape)
+        notes: tuple[str, ...] = ()
+        job = Job(1, target=asked.target, on=on, accumulation=accumulation, clip_norm=clip_norm)
+        if asked.workload.data is not None:
+            # Samples may be drawn at random (augmentation): reading them must not move the user's generators.
+            with untouched(asked.workload, is_traced=is_traced):
+                longest = longest_first(asked.workload.data, most=question.limit or LARGEST_MICRO_BATCH, say=say)
+            job, notes = replace(job, order=longest.order), (longest.note,) if longest.note else ()
+        remembers = cache and card is None
+        ask = Ask(asked, asked.workload, question, job, evaluate, memory, margin, remembers, notes, say, keep)
+        if card is not None:
+            # Without a wrap that spreads it, a rank holds what one device does.
+            ranks = whole_number(devices, "devices") if asked.workload.wrap is not None else 1
+            return _on_card(ask, card, devices=ranks, settings=read_settings(allocator))
+        return _in_children(ask) if in_children else _here(ask)
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,7 @@ class Ask:
     cache: bool
     notes: tuple[str, ...]
     say: Callable[[str], None]
+    keep: Keep
 
     def part(self, job: Job) -> Workload:
         """The workload as this job probes it."""
@@ -199,10 +204,11 @@ def _here(ask: Ask) -> Fit:
     """Run the probes in this process, on live objects."""
 
     def run(job: Job) -> Fit:
-        prober = InProcess(ask.part(job), on=job.on, accumulation=job.accumulation, clip_norm=job.clip_norm)
+        told = {"accumulation": job.accumulation, "clip_norm": job.clip_norm}
+        prober = InProcess(ask.part(job), ask.keep, on=job.on, **told)  # type: ignore[arg-type]
         budget = _budget_of(prober, ask.memory, ask.margin)
         try:
-            return fit_shapes(ask.question, prober, budget, **ask.told(job, prober.traceable, prober.where))
+            return fit_shapes(ask.question, prober, budget, **ask.told(job, ask.part(job), prober.where))
         finally:
             prober.give_back()
 
@@ -232,6 +238,10 @@ def _in_child_ranks(ask: Ask, ranks: Ranks | None) -> Fit:
         if not ranks.leads:
             return ranks.follow(ready)
         return ranks.lead(lambda: ask.answer(run, ready))
+
+
+def _accelerator(on: str) -> torch.device | None:
+    return None if on == "cpu" else torch.device(on)
 
 
 def _budget_of(prober: InProcess | PlainStep, memory: str | int | None, margin: float) -> Budget:

@@ -7,10 +7,7 @@ Promises:
 
 from __future__ import annotations
 
-import gc
-import inspect
 import time
-import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batchwright.device.device import open_device, open_limited
 from batchwright.device.limited_host import clear_kernel_buffers, live_bytes
 from batchwright.device.process_memory import give_back
-from batchwright.device.step import build_model, build_optimizers
+from batchwright.device.step import build_model, build_optimizers, build_scaler
 from batchwright.fitting.first_costs import FirstCosts
 from batchwright.fitting.isolated import probe_in_child
 from batchwright.fitting.result import Restored
 from batchwright.fitting.work import refuse_spread
 from batchwright.state.held_objects import held_objects
-from batchwright.state.kept_state import KeptState
+from batchwright.state.untouched import BEYOND_REACH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -35,9 +32,8 @@ if TYPE_CHECKING:
     from batchwright.device.outcome import Outcome
     from batchwright.fitting.job import Job
     from batchwright.fitting.work import Step
+    from batchwright.state.untouched import Keep
     from batchwright.workload import Workload
-
-_BEYOND_REACH = "files, connections and Python objects that the step itself changes"
 
 
 class Prober(Protocol):
@@ -84,46 +80,36 @@ class InProcess:
 
     where = "in this process"
 
-    def __init__(self, workload: Workload, *, on: str, accumulation: int, clip_norm: float | None) -> None:
+    def __init__(self, workload: Workload, keep: Keep, *, on: str, accumulation: int, clip_norm: float | None) -> None:
         open_device(on)
-        self._state = KeptState(accelerator=_accelerator(on))
+        self._keep = keep
         self._told: dict[str, Any] = {"accumulation": accumulation, "clip_norm": clip_norm}
         try:
-            live = _live_parts(workload)
+            _meet_live_parts(workload)
         finally:
-            self._state.restore()
-        for thing in live:
-            self._state.keep(thing)
-        functions = (workload.loss, workload.batch, workload.collate, workload.generate, workload.evaluate)
-        found = [thing for function in functions if function is not None for thing in held_objects(function).values()]
-        self._not_kept = self._state.keep_all(found)
-        model = next((thing for thing in live if isinstance(thing, nn.Module)), None)
-        if model is not None:
-            refuse_spread(model)
-            workload = replace(workload, model=model)
+            keep.restore()
+        for thing in keep.live:
+            if isinstance(thing, nn.Module):
+                refuse_spread(thing)
         self._workload = workload
         self.on = on
-        self.held_bytes = live_bytes(live)
+        self.held_bytes = live_bytes(keep.live)
         self._costs = FirstCosts()
         self.limit_bytes: int | None = None
-        self.traceable = _without_live_parts(workload, live)
 
     def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
         """Run one probe."""
         device = open_limited(self.on, self.limit_bytes, held_bytes=self.held_bytes + self._costs.charged_bytes)
         with self._costs.learnt():
-            try:
-                return device.probe(self._workload, micro_batch, shape=shape, **self._told)
-            finally:
-                self._state.restore()
+            return device.probe(self._workload, micro_batch, shape=shape, **self._told)
 
     def restored(self) -> Restored:
         """What was given back as it was found."""
-        return Restored(self._state.covered, (*self._not_kept, _BEYOND_REACH))
+        return Restored(self._keep.covered, (*self._keep.not_kept, BEYOND_REACH))
 
     def give_back(self) -> None:
-        """Put everything back once more: predictions call the user's functions too. Free memory goes to the system."""
-        self._state.restore()
+        """Put everything back once more, and give free memory to the system."""
+        self._keep.restore()
         clear_kernel_buffers()
         give_back()
 
@@ -133,18 +119,16 @@ class PlainStep:
 
     where = "in this process"
 
-    def __init__(self, step: Step, *, on: str, state: Iterable[Any] = ()) -> None:
+    def __init__(self, step: Step, keep: Keep, *, on: str, state: Iterable[Any] = ()) -> None:
         open_device(on)
-        self._step = step
+        self._step, self._keep = step, keep
         self._has_worked: bool | None = None
         given = list(state)
         found = [thing for thing in held_objects(step).values() if not any(thing is own for own in given)]
         for thing in (*given, *found):
             if isinstance(thing, nn.Module):
                 refuse_spread(thing)
-        self._state = KeptState(given, accelerator=_accelerator(on))
-        self._not_kept = self._state.keep_all(found)
-        self._has_state = len(self._not_kept) < len(given) + len(found)
+        self._has_state = len(keep.not_kept) < len(given) + len(found)
         self.on = on
         self.held_bytes = live_bytes([*given, *found])
         self._costs = FirstCosts()
@@ -157,7 +141,7 @@ class PlainStep:
             try:
                 return device.watch(lambda: self._timed(micro_batch, shape), micro_batch=micro_batch, shape=shape)
             finally:
-                self._state.restore()
+                self._keep.restore()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -169,7 +153,7 @@ class PlainStep:
         unknown = (
             () if self._has_state else ("a model or optimizer that the step reaches: none was found, hand in state=",)
         )
-        return Restored(self._state.covered, (*unknown, *self._not_kept, _BEYOND_REACH))
+        return Restored(self._keep.covered, (*unknown, *self._keep.not_kept, BEYOND_REACH))
 
     def _timed(self, micro_batch: int, shape: Mapping[str, Any]) -> tuple[float, ...]:
         start = time.perf_counter()
@@ -183,10 +167,6 @@ class PlainStep:
         return (time.perf_counter() - start,)
 
 
-def _accelerator(on: str) -> torch.device | None:
-    return None if on == "cpu" else torch.device(on)
-
-
 class _Operators(TorchDispatchMode):
     """Whether any operator of torch ran."""
 
@@ -197,31 +177,8 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _live_parts(workload: Workload) -> list[Any]:
-    """Find what of a workload lives on outside of a probe: a module handed in, or one that its functions hand out."""
-    if isinstance(workload.model, nn.Module):
-        live: list[Any] = [workload.model]
-    else:
-        live = []
-    model = build_model(workload, torch.device("cpu")) if not live else live[0]
-    made = [*([] if live else [model]), *build_optimizers(workload, model)]
-    if workload.scaler is not None:
-        made.append(workload.scaler())
-    # What somebody else holds survives our letting go of it.
-    watched = [weakref.ref(thing) for thing in made]
-    del model, made
-    gc.collect()
-    return live + [thing for thing in (ref() for ref in watched) if thing is not None]
-
-
-def _without_live_parts(workload: Workload, live: list[Any]) -> Workload:
-    """Return a workload for the trace: its optimizer can be made over fake parameters, its scaler is nobody's."""
-    if any(isinstance(thing, torch.amp.GradScaler) for thing in live):
-        workload = replace(workload, scaler=lambda: torch.amp.GradScaler("cpu"))
-    optimizers = [thing for thing in live if isinstance(thing, torch.optim.Optimizer)]
-    if len(optimizers) != 1:
-        return workload
-    (optimizer,) = optimizers
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-    return replace(workload, optimizer=lambda parameters: type(optimizer)(parameters, **settings))
+def _meet_live_parts(workload: Workload) -> None:
+    """Build model, optimizer and scaler once, so that what lives on outside of a probe is known before the first."""
+    model = build_model(workload, torch.device("cpu"))
+    build_optimizers(workload, model)
+    build_scaler(workload)

@@ -20,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from batchwright.errors import InvalidInputError
 from batchwright.fitting.result import Restored
 from batchwright.fitting.work import refuse_spread
-from batchwright.state.kept_state import KeptState
 from batchwright.units import counted
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from batchwright.device.device import Device
     from batchwright.device.outcome import Outcome
+    from batchwright.state.untouched import Keep
 
 # Adam makes its moments in the first step, so the second is the first to run beside them.
 STEPS_OF_A_PROBE = 2
@@ -36,15 +36,15 @@ STEPS_OF_A_PROBE = 2
 class CutCalls:
     """Probing calls of one function: `run` calls it at a size and an accumulation, `reached` is what it may change."""
 
-    def __init__(self, name: str, run: Callable[[int, int], object], reached: Sequence[Any], *, device: Device) -> None:
+    def __init__(
+        self, name: str, run: Callable[[int, int], object], reached: Sequence[Any], keep: Keep, *, device: Device
+    ) -> None:
         for thing in reached:
             if isinstance(thing, nn.Module):
                 refuse_spread(thing)
-        self._name, self._run, self._device = name, run, device
+        self._name, self._run, self._device, self._keep = name, run, device, keep
         self._accelerator = None if device.name == "cpu" else torch.device(device.name)
-        self._state = KeptState(accelerator=self._accelerator)
-        self._not_kept = self._state.keep_all(reached)
-        self._has_state = len(self._not_kept) < len(reached)
+        self._has_state = len(keep.not_kept) < len(reached)
         self._seen: dict[int, CountedSteps] = {}
 
     def probe(self, size: int, *, accumulation: int = 1) -> Outcome:
@@ -59,7 +59,7 @@ class CutCalls:
         try:
             return self._device.watch(run, micro_batch=size, accumulation=accumulation)
         finally:
-            self._state.restore()
+            self._keep.restore()
 
     def notes(self, size: int) -> list[str]:
         """What has to be said about the call at the answer."""
@@ -86,7 +86,7 @@ class CutCalls:
         """What was given back as it was found."""
         beyond = "files, logs, connections and Python objects that the function itself changes"
         unknown = () if self._has_state else ("a model or optimizer that the function reaches: none was found",)
-        return Restored(self._state.covered, (*unknown, *self._not_kept, beyond))
+        return Restored(self._keep.covered, (*unknown, *self._keep.not_kept, beyond))
 
     def _refuse_idle(self, size: int) -> None:
         # A loader with `drop_last` and too few samples.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import itertools
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
@@ -27,7 +26,9 @@ from batchwright.fitting.longest import longest_first
 from batchwright.fitting.result import Restored
 from batchwright.fitting.second_step import CountedSteps, run_until_second_step
 from batchwright.state.held_objects import held_objects
+from batchwright.state.interrupts import uninterrupted
 from batchwright.state.kept_state import KeptState
+from batchwright.state.untouched import untouched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -129,15 +130,16 @@ class TrainerProbes:
     @contextlib.contextmanager
     def prepared(self, size: int, accumulation: int, samples: Any = None) -> Iterator[None]:
         """Have the trainer ready for a run that nobody hears of, on these samples in this order, and put it back."""
-        try:
-            with self._quiet():
-                self._prepare(size, accumulation, samples)
-                yield
-        finally:
-            for found in self._found:
-                found.put_back()
-            self._state.restore()
-            gc.collect()
+        with untouched(accelerator=self._accelerator):
+            try:
+                with self._quiet():
+                    self._prepare(size, accumulation, samples)
+                    yield
+            finally:
+                with uninterrupted():
+                    for found in self._found:
+                        found.put_back()
+                    self._state.restore()
 
     def restored(self) -> Restored:
         """What was given back as it was found."""

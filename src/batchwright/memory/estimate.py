@@ -25,6 +25,7 @@ from batchwright.memory.on_card import OnCard, card_named, default_place, device
 from batchwright.memory.result import PARTS, Estimate
 from batchwright.memory.tracing import Traced, check_batches, trace_workload
 from batchwright.memory.what_if import what_if_savings
+from batchwright.state.untouched import leaves_untouched
 from batchwright.units import format_bytes, parse_bytes, shortened, whole_number
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ _NOT_ON_A_HOST = ("slack", "context")
 LARGEST_MICRO_BATCH = 2**20
 
 
+@leaves_untouched(is_traced=True)
 def estimate(
     workload: Workload,
     *,

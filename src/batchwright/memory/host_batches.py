@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from batchwright.device.batches import make_batch, tensors_in
-from batchwright.device.random_state import kept_random_state
 from batchwright.errors import InvalidInputError
 from batchwright.simulated.redirected_calls import RedirectedCalls
+from batchwright.state.random_state import kept_random_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

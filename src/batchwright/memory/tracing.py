@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+from batchwright.device.handed_out import handed_out
 from batchwright.device.step import run_probe
 from batchwright.errors import CannotTraceError
-from batchwright.memory.fake_model import build_skeleton, fake_copy
+from batchwright.memory.fake_model import FakeParts, build_skeleton
 from batchwright.memory.host_batches import HostBatches, make_real_batch
 from batchwright.memory.outside_tensors import users_line
 from batchwright.memory.refusals import TORCHS_OWN, NotFollowedError, place_in_torch, values_stay_inside
@@ -29,7 +30,7 @@ from batchwright.simulated.moved_modules import modules_move_in_place
 from batchwright.simulated.redirected_calls import RedirectedCalls
 from batchwright.simulated.simulated_ranks import simulated_ranks
 from batchwright.simulated.torch_patches import TorchPatches, applied
-from batchwright.state.random_state import kept_random_state
+from batchwright.state.untouched import current_keep, untouched
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -74,7 +75,7 @@ def trace_workload(
 ) -> Traced:
     """Trace full steps at one size, on the CPU or on a simulated card; on the latter as one of so many ranks."""
     if card is None:
-        with TorchPatches():
+        with untouched(workload, is_traced=True), TorchPatches():
             return _trace_on(
                 torch.device("cpu"),
                 workload,
@@ -85,7 +86,12 @@ def trace_workload(
                 clip_norm,
                 Trace(routing=routing),
             )
-    with TorchPatches(), card.running() as device, simulated_ranks(devices) if devices > 1 else nullcontext():
+    with (
+        untouched(workload, is_traced=True),
+        TorchPatches(),
+        card.running() as device,
+        simulated_ranks(devices) if devices > 1 else nullcontext(),
+    ):
         spread = workload if devices > 1 else replace(workload, wrap=None)
         traced = _trace_on(
             device, spread, micro_batch, shape, steps, accumulation, clip_norm, Trace(routing=routing, card=card)
@@ -107,26 +113,33 @@ def _trace_on(
     with RedirectedCalls(torch.device("meta")) if trace.card is not None else nullcontext():
         skeleton, notes = build_skeleton(workload, is_card=trace.card is not None)
     mode = trace.storages.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    keep, fakes = current_keep(workload), FakeParts(mode, device)
 
     wrapped: list[nn.Module] = []
     if trace.card is not None and workload.wrap is not None:
         # Before anything is counted: what is sharded is never whole on a card where it was built on meta.
         patches = applied(values_stay_inside(), compiled_as_eager(trace.notes.setdefault))
         with patches, mode, RedirectedCalls(device), _explaining("wrap"):
-            wrapped.append(workload.wrap(fake_copy(skeleton, mode, device)))
+            wrapped.append(workload.wrap(fakes.put_into_model(skeleton)))
 
     def build(_: Workload, __: torch.device) -> nn.Module:
-        model = wrapped.pop() if wrapped else fake_copy(skeleton, mode, device)
+        model = wrapped.pop() if wrapped else fakes.put_into_model(skeleton)
+        fakes.put_into_kept(keep.state, ())
         trace.watch(model)
         return model
 
     @wraps(workload.optimizer or run_probe)  # what it takes is told by its signature
     def optimizer(what_it_takes: Any) -> Any:
         assert workload.optimizer is not None
-        made = workload.optimizer(what_it_takes)
-        trace.optimizers += list(made) if isinstance(made, list | tuple) else [made]
+        made = handed_out(workload.optimizer, what_it_takes)
+        optimizers = list(made) if isinstance(made, list | tuple) else [made]
+        if any(keep.state.has_met(each) for each in optimizers):
+            for tensor in fakes.put_into_kept(keep.state, optimizers):
+                trace.storages.see(tensor, "state")
+        trace.optimizers += optimizers
         return made
 
+    keep.note_builder(optimizer)
     watched = replace(
         workload,
         optimizer=None if workload.optimizer is None else optimizer,
@@ -135,7 +148,6 @@ def _trace_on(
         collate=None,
     )
     with ExitStack() as stack:
-        stack.enter_context(kept_random_state())
         stack.enter_context(applied(values_stay_inside(trace.values.real), modules_move_in_place()))
         stack.enter_context(mode)
         stack.enter_context(trace)
@@ -166,7 +178,7 @@ def check_batches(workload: Workload, shape: Mapping[str, Any]) -> None:
     """Make two tiny batches before anything long starts, so that one that ignores its size is found at once."""
     if workload.batch is None:
         return
-    with kept_random_state():
+    with untouched(workload, is_traced=True):
         for size in (1, 2):
             make_real_batch(workload, size, shape)
 

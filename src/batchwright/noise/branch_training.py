@@ -1,7 +1,8 @@
 """Short trainings that begin alike: one seed, the same held-out samples, any batch and learning rate.
 
 Promises:
-- every branch of a seed begins at the same weights and is judged on the same samples;
+- every branch of a seed begins at the same weights, optimizer state and learning rate, and is judged on the same
+  samples;
 - a branch whose loss is no longer a number ends there, and has not reached anything;
 - a branch that was trained before is not trained again: a seed, a batch and a rate make one curve.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -135,18 +137,19 @@ class SeedBranches:
         population = None if self._workload.data is None else len(self._workload.data)
         noise = NoiseScale(accumulator, window=math.inf, population=population) if watch_until else None
         loader = SizedBatches(itertools.islice(trained.batches(size, accumulation), steps * accumulation), size)
-        for micro in accumulator.micro_batches(loader, weight=self._workload.units):
-            loss = checked_loss(self._loss(trained.model, micro))
-            is_bad = not bool(torch.isfinite(loss.detach()).all())
-            if trained.summed(float(is_bad))[0]:  # all ranks end a branch, or none
-                return
-            step = accumulator.backward(loss)
-            if step is None:
-                continue
-            if noise is not None and step.number == watch_until:
-                self.noise_scale = noise.critical_batch
-                noise.close()
-            yield step.number
+        with nullcontext() if noise is None else closing(noise):
+            for micro in accumulator.micro_batches(loader, weight=self._workload.units):
+                loss = checked_loss(self._loss(trained.model, micro))
+                is_bad = not bool(torch.isfinite(loss.detach()).all())
+                if trained.summed(float(is_bad))[0]:  # all ranks end a branch, or none
+                    return
+                step = accumulator.backward(loss)
+                if step is None:
+                    continue
+                if noise is not None and step.number == watch_until:
+                    self.noise_scale = noise.critical_batch
+                    noise.close()
+                yield step.number
 
     def _held_out_batches(self) -> list[tuple[Any, int]]:
         """Return what branches are judged on, in pieces that fit, each with its number of samples."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from batchwright.accumulate.accumulator import Accumulator
 from batchwright.accumulate.read_ahead import SizedBatches
 from batchwright.device.device import open_device
+from batchwright.device.step import build_scaler
 from batchwright.device.step_checks import checked_loss
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.noise.best_batch import best_batch
@@ -79,7 +81,7 @@ def measure_noise(
             list(trained.optimizers),
             accumulation,
             clip_norm=clip_norm,
-            scaler=None if workload.scaler is None else workload.scaler(),
+            scaler=build_scaler(workload),
         )
         noise = NoiseScale(
             accumulator,
@@ -88,35 +90,35 @@ def measure_noise(
             unit=unit or (None if workload.units is None else "units"),
             population=None if workload.data is None else len(workload.data),
         )
-        done: list[Step] = []
-        seconds: list[float] = []
-        batches = itertools.islice(trained.batches(size, accumulation), steps * accumulation)
-        start = said = time.monotonic()
-        num_bad = 0
-        for batch in accumulator.micro_batches(SizedBatches(batches, size), weight=workload.units):
-            loss = checked_loss(workload.loss(trained.model, batch))
-            is_bad = not bool(torch.isfinite(loss.detach()).all())
-            num_bad = num_bad + 1 if is_bad else 0
-            # What counts nothing still keeps ranks in step.
-            step = accumulator.backward(loss, weight=0) if is_bad else accumulator.backward(loss)
-            if num_bad >= _DIVERGED * accumulation and trained.ranks == 1:
-                first = accumulator.number - _DIVERGED + 1
-                noise.notes.append(f"the loss is {loss.item()} from step {max(first, 1)} on: training ended there")
-                break
-            if step is None or step.skipped:
-                continue
-            if not done:
-                noise.average_over(max(steps // 2, 1) * step.units / every)
-            done.append(step)
-            now = time.monotonic()
-            seconds.append(now - start)
-            start = now
-            if now - said > 2 or len(done) == steps:
-                said = now
-                progress(
-                    f"step {len(done):,} of {steps:,}, loss {step.loss:.4g}, critical batch {noise.critical_batch}"
-                )
-        noise.close()
+        with closing(noise):
+            done: list[Step] = []
+            seconds: list[float] = []
+            batches = itertools.islice(trained.batches(size, accumulation), steps * accumulation)
+            start = said = time.monotonic()
+            num_bad = 0
+            for batch in accumulator.micro_batches(SizedBatches(batches, size), weight=workload.units):
+                loss = checked_loss(workload.loss(trained.model, batch))
+                is_bad = not bool(torch.isfinite(loss.detach()).all())
+                num_bad = num_bad + 1 if is_bad else 0
+                # What counts nothing still keeps ranks in step.
+                step = accumulator.backward(loss, weight=0) if is_bad else accumulator.backward(loss)
+                if num_bad >= _DIVERGED * accumulation and trained.ranks == 1:
+                    first = accumulator.number - _DIVERGED + 1
+                    noise.notes.append(f"the loss is {loss.item()} from step {max(first, 1)} on: training ended there")
+                    break
+                if step is None or step.skipped:
+                    continue
+                if not done:
+                    noise.average_over(max(steps // 2, 1) * step.units / every)
+                done.append(step)
+                now = time.monotonic()
+                seconds.append(now - start)
+                start = now
+                if now - said > 2 or len(done) == steps:
+                    said = now
+                    progress(
+                        f"step {len(done):,} of {steps:,}, loss {step.loss:.4g}, critical batch {noise.critical_batch}"
+                    )
         split = (size, accumulation, trained.ranks)
         return _told(workload, noise, done, seconds, split, trained.optimizers, times, on=str(device))
 

@@ -3,7 +3,8 @@
 Promises:
 - with `data` every sample comes once per epoch, in an order that the seed decides; with `batch` samples are made anew;
 - ranks share the data and take different samples; the model is wrapped as the workload says, else in DDP;
-- a live model and the random state come back as they were.
+- what is live (model, optimizers, scaler, what the functions hold) and the random state come back as they were, so
+  that whatever trains next begins where this did.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from batchwright.device.batches import check_data_has_no_shape, make_batch, move
 from batchwright.device.step import build_model, build_optimizers
 from batchwright.errors import InvalidInputError
 from batchwright.memory.estimate import check_shape
-from batchwright.state.kept_state import kept
-from batchwright.state.random_state import kept_random_state
+from batchwright.state.untouched import untouched
 from batchwright.units import counted
 
 if TYPE_CHECKING:
@@ -95,10 +95,7 @@ def training(
     check_shape(workload, shape or {})
     is_spread = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_spread else (0, 1)
-    accelerator = None if device.type == "cpu" else device
-    is_live = isinstance(workload.model, nn.Module)
-    # Of a model that is built anew nothing else has to come back, and looking for more takes long.
-    with kept([workload.model], accelerator=accelerator) if is_live else kept_random_state(accelerator):
+    with untouched(workload, accelerator=None if device.type == "cpu" else device):
         torch.manual_seed(seed)
         model = build_model(workload, device)
         if is_spread:

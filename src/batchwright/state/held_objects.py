@@ -1,4 +1,4 @@
-"""What a plain step function holds: the model and optimizer that it changes, though nobody handed them in.
+"""What a function holds: the model, optimizer, averages and counters that it changes, though nobody handed them in.
 
 Promises:
 - looks where a function can hold an object: its `self`, arguments bound by `functools.partial`, defaults, closure
@@ -12,8 +12,10 @@ another Python module which the code names only by an attribute (`state.model` a
 
 from __future__ import annotations
 
+import dis
 import functools
-from types import CodeType, FunctionType, MethodType, ModuleType
+from dataclasses import dataclass, field
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from batchwright.state.kept_state import can_be_kept
@@ -38,7 +40,7 @@ def held_objects(function: Callable[..., Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     met: set[int] = set()
-    for name, value in _reached(function, set()):
+    for name, value in _reached(function, {}):
         for inner_name, inner in _one_level(name, value):
             if id(inner) not in met and can_be_kept(inner):
                 met.add(id(inner))
@@ -47,11 +49,56 @@ def held_objects(function: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-def _reached(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+@dataclass(frozen=True)
+class Reach:
+    """Everything that a function names, and where its code may put another value under a name."""
+
+    values: list[tuple[str, Any]]
+    cells: list[CellType] = field(default_factory=list)
+    stored_globals: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    caches: list[Any] = field(default_factory=list)
+
+
+def reach_of(function: Callable[..., Any]) -> Reach:
+    """Return what a function reaches.
+
+    >>> def counting():
+    ...     count = 0
+    ...     def step(batch_size):
+    ...         nonlocal count
+    ...         count += batch_size
+    ...     return step
+    >>> reach = reach_of(counting())
+    >>> reach.values, len(reach.cells)
+    ([('count', 0)], 1)
+    """
+    seen: dict[int, Any] = {}
+    found = Reach(list(_reached(function, seen)))
+    for each in seen.values():
+        if isinstance(each, functools._lru_cache_wrapper):
+            found.caches.append(each)
+        elif isinstance(each, FunctionType):
+            found.cells.extend(each.__closure__ or ())
+            names = dict.fromkeys(_stored_in(each.__code__))
+            found.stored_globals.extend((each.__globals__, name) for name in names)
+    return found
+
+
+def _stored_in(code: CodeType) -> Iterator[str]:
+    """Names that code binds under `global`."""
+    yield from (
+        str(one.argval) for one in dis.get_instructions(code) if one.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+    )
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _stored_in(constant)
+
+
+def _reached(function: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
     """Yield everything that a function names, and that functions among it name, with the name."""
     if id(function) in seen:
         return
-    seen.add(id(function))
+    seen[id(function)] = function
     if isinstance(function, MethodType):
         yield "self", function.__self__
         yield from _reached(function.__func__, seen)
@@ -65,9 +112,12 @@ def _reached(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         yield from named
         # Only into functions beside it: what a library's functions reach is the library's own.
         for _, value in named:
-            if isinstance(value, FunctionType) and value.__globals__ is function.__globals__:
+            inner = getattr(value, "__wrapped__", None) if isinstance(value, functools._lru_cache_wrapper) else value
+            if isinstance(inner, FunctionType) and inner.__globals__ is function.__globals__:
                 yield from _reached(value, seen)
         yield from _reached(getattr(function, "__wrapped__", None), seen)
+    elif isinstance(function, functools._lru_cache_wrapper):
+        yield from _reached(function.__wrapped__, seen)
     elif can_be_kept(function):
         yield type(function).__name__, function
     elif function is not None and not isinstance(function, type):
@@ -75,10 +125,10 @@ def _reached(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         yield from _reached(type(function).__dict__.get("__call__"), seen)
 
 
-def _with_functions(named: list[tuple[str, Any]], seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _with_functions(named: list[tuple[str, Any]], seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
     yield from named
     for _, value in named:
-        if isinstance(value, FunctionType | MethodType | functools.partial):
+        if isinstance(value, FunctionType | MethodType | functools.partial | functools._lru_cache_wrapper):
             yield from _reached(value, seen)
 
 

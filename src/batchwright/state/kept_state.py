@@ -8,38 +8,54 @@ Promises:
 - a thing that cannot be put back does not keep the others from it.
 
 Not through `load_state_dict`: an optimizer's casts fp32 moments of a bf16 parameter to bf16, and puts new tensors in
-place of the old. Instead the attributes of an object are walked, through lists and dicts, down to tensors, and each
-of these is put back in place. An object of any other class met on the way, such as a config, is kept as a reference:
-the attribute names it again, but what a probe changed inside of it stays changed.
+place of the old. Instead the attributes of an object are walked, through lists, dicts and objects of the user's own
+classes, down to tensors, and each of these is put back in place. An object of an installed class met on the way, such
+as a config, is kept as a reference: the attribute names it again, but what a probe changed inside of it stays changed.
+
+Of a trace, which computes on fake tensors, only what names what is kept, and elements of small tensors: no other real
+element is written by it.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
+import enum
 import gc
+import io
 import sys
 from collections import OrderedDict, defaultdict, deque
-from functools import partial
-from types import FunctionType, NoneType
+from functools import cache, partial
+from itertools import islice
+from types import FunctionType, MemberDescriptorType, ModuleType, NoneType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._python_dispatch import _disable_current_modes
 
 from batchwright.errors import InvalidInputError
-from batchwright.state.kept_tensor import KeptTensor, Spans, loaded_again, turn_into
+from batchwright.state.kept_tensor import KeptTensor, Spans, loaded_again, num_bytes_of, turn_into
 from batchwright.state.random_state import put_back_of_generator, random_sources
-from batchwright.units import counted, shortened
+from batchwright.units import counted, format_bytes, shortened
+from batchwright.users_code import is_installed_or_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from types import CellType
+
+    from batchwright.state.held_objects import Reach
 
 _WALKED = (nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
-# Their subclasses may do anything when an entry is set, so only these are emptied and refilled.
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
+# What is emptied and refilled; their subclasses may do anything when an entry is set.
+CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 _UNCHANGING = frozenset({NoneType, bool, int, float, str, bytes, FunctionType})
+# What functions hold besides models and optimizers may be a whole dataset.
+_MOST_HELD_BYTES, _MOST_ENTRIES, _MOST_VALUES = 256 * 2**20, 10_000, 200_000
+# Values of tensors up to a few KiB are known to a trace, which writes them for real: counters of steps, flags, lengths.
+_LARGEST_COUNTER_BYTES = 2**20
 _ACCEPTED = (
     "a module, an optimizer, a learning-rate scheduler, a GradScaler, a random generator of torch, numpy or Python, "
     "or anything with state_dict() and load_state_dict()"
@@ -59,17 +75,31 @@ class KeptState:
     >>> state.covered[0]
     'weights and buffers of Linear (2 tensors)'
 
-    The random state of torch, Python, the accelerator and, where it is imported, numpy is always among them.
+    The random state of torch, Python, the accelerator and, where it is imported, numpy is always among them. Without
+    `copies_elements` the elements of tensors in modules and optimizers are not copied: for a trace.
     """
 
-    def __init__(self, objects: Iterable[Any] = (), *, accelerator: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        objects: Iterable[Any] = (),
+        *,
+        accelerator: torch.device | None = None,
+        copies_elements: bool = True,
+        keeps_random: bool = True,
+    ) -> None:
+        self.copies_elements = copies_elements
+        self.not_kept: dict[str, None] = {}
+        self.cells: list[CellType] = []
+        self.stored_globals: list[tuple[dict[str, Any], str]] = []
+        self._is_held = False
+        self._held_bytes = self._num_held = 0
         self._put_backs: list[tuple[str, Callable[[], object]]] = []
         # Objects, not just their ids: an id is unique only as long as its object lives.
         self._met: dict[int, Any] = {}
         self._spans: Spans = {}
         self._words: dict[int, str] = {}
         self._owner = "the random state"
-        sources = random_sources(accelerator)
+        sources = random_sources(accelerator) if keeps_random else {}
         for put_back in sources.values():
             self._later(put_back)
         self._random_words = f"random state of {', '.join(sources)}"
@@ -79,7 +109,13 @@ class KeptState:
     @property
     def covered(self) -> tuple[str, ...]:
         """What comes back, in words."""
-        return (*self._words.values(), self._random_words)
+        held = (f"what the functions hold ({counted(self._num_held, 'value')})",) if self._num_held else ()
+        return (*self._words.values(), *held, self._random_words)
+
+    @property
+    def values(self) -> Iterable[Any]:
+        """Everything that was met: objects, containers and tensors."""
+        return list(self._met.values())
 
     def keep(self, thing: Any) -> None:
         """Copy a thing as it is now; one that is kept already stays as it was then."""
@@ -88,12 +124,18 @@ class KeptState:
         if not can_be_kept(thing):
             raise InvalidInputError(f"what a probe gives back must be {_ACCEPTED}; received {shortened(thing)}.")
         self._owner = type(thing).__name__
-        with torch.inference_mode(mode=False), torch.no_grad():
+        # A trace that is under way must not take the copies for its own.
+        outside = torch._C.DisableTorchFunction(), _disable_current_modes()
+        with outside[0], outside[1], torch.inference_mode(mode=False), torch.no_grad():
             if _is_walked(thing) or put_back_of_generator(thing):
                 self._walk(thing)
             else:
                 self._later(loaded_again(thing.load_state_dict, thing.state_dict()))
         self._words[id(thing)] = _words_for(thing)
+
+    def has_met(self, thing: Any) -> bool:
+        """Whether a thing is kept, by itself or as part of another."""
+        return id(thing) in self._met
 
     def keep_all(self, things: Iterable[Any]) -> tuple[str, ...]:
         """Keep what can be kept, and say of the rest why not: an idle data loader of accelerate's has no state yet."""
@@ -108,6 +150,37 @@ class KeptState:
                 why = "it has a state_dict that raises or cannot be copied"
                 not_kept.append(f"{type(thing).__name__}: {why} ({type(error).__name__})")
         return tuple(not_kept)
+
+    def keep_held(self, reach: Reach) -> None:
+        """Keep what functions hold besides such things: tensors, and lists, tables and objects that lead to some.
+
+        What leads to none, such as a list that a function writes a log to, stays as the function leaves it.
+        """
+        self._owner = "what the functions hold"
+        met_before = len(self._met)
+        for cell in reach.cells:
+            if id(cell) not in self._met:
+                self._met[id(cell)] = cell
+                self.cells.append(cell)
+                self._later(_refill_cell, cell, *_contents(cell))
+        for namespace, name in reach.stored_globals:
+            self.stored_globals.append((namespace, name))
+            self._later(_rebind, namespace, name, *([namespace[name]] if name in namespace else []))
+        for cached in reach.caches:
+            if cached.cache_info().currsize == 0:
+                self._later(cached.cache_clear)
+        self._is_held = True
+        try:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                for name, value in reach.values:
+                    if not isinstance(value, io.IOBase) and hasattr(type(value), "__next__"):
+                        kind = type(value).__name__
+                        self.not_kept[f"{name}: how far a {kind} has been read cannot be put back"] = None
+                    if holds_state(value):
+                        self._walk(value, name)
+        finally:
+            self._is_held = False
+        self._num_held += len(self._met) - met_before
 
     def restore(self) -> None:
         """Put everything back, all that can be; what could not is raised at the end, as an `ExceptionGroup`."""
@@ -138,44 +211,86 @@ class KeptState:
     def _later(self, put_back: Callable[..., object], *arguments: Any) -> None:
         self._put_backs.append((self._owner, partial(put_back, *arguments)))
 
-    def _walk(self, value: Any) -> None:
+    def _walk(self, value: Any, name: str = "") -> None:
         """Keep what can change in place: the value itself, and what it leads to."""
         if type(value) in _UNCHANGING or id(value) in self._met:
+            return
+        if self._is_held and len(self._met) >= _MOST_VALUES:
+            self.not_kept[f"more than {_MOST_VALUES:,} values are held; the rest was not looked at"] = None
             return
         self._met[id(value)] = value
         numpy = sys.modules.get("numpy")
         if isinstance(value, torch.Tensor):
-            kept_tensor = KeptTensor(value)
-            self._later(kept_tensor.put_back)
-            for part in kept_tensor.parts:
-                self._walk(part)
-            if put_back := kept_tensor.copy_elements(self._spans):
-                self._later(put_back)
-        elif type(value) in _CONTAINERS:
+            self._keep_tensor(value, name)
+        elif type(value) in CONTAINERS:
+            if self._is_held and not holds_state(value):
+                return  # a log, a list of names
             self._later(_refill, value, copy.copy(value))
-            for inner in list(value.values() if isinstance(value, dict) else value):
-                self._walk(inner)
+            if not self._is_held or len(value) <= _MOST_ENTRIES:
+                for inner in list(value.values() if isinstance(value, dict) else value):
+                    self._walk(inner, name)
         elif isinstance(value, tuple):
             for inner in value:
-                self._walk(inner)
+                self._walk(inner, name)
         elif numpy is not None and isinstance(value, numpy.ndarray):
-            if value.flags.writeable:
+            if value.flags.writeable and self._may_copy(value.nbytes, name, "array"):
                 self._later(numpy.copyto, value, value.copy())
         elif _is_walked(value):
             self._keep_attributes(value)
         elif put_back := put_back_of_generator(value):
             self._later(put_back)
+        elif isinstance(value, io.IOBase):
+            if not value.closed and value.readable() and value.seekable() and not value.writable():
+                self._later(_seek, value, value.tell())
+        elif is_users_object(value):
+            self._keep_attributes(value)
+
+    def _keep_tensor(self, tensor: torch.Tensor, name: str) -> None:
+        kept_tensor = KeptTensor(tensor)
+        self._later(kept_tensor.put_back)
+        for part in kept_tensor.parts:
+            self._walk(part, name)
+        if not self._is_held and not self.copies_elements and num_bytes_of(tensor) > _LARGEST_COUNTER_BYTES:
+            return
+        if self._is_held and not self._may_copy(num_bytes_of(tensor), name, "tensor"):
+            return
+        if put_back := kept_tensor.copy_elements(self._spans):
+            self._later(put_back)
+
+    def _may_copy(self, num_bytes: int, name: str, kind: str) -> bool:
+        """Whether what a function holds is small enough to be copied; what belongs to a model always is."""
+        if not self._is_held:
+            return True
+        if self._held_bytes + num_bytes > _MOST_HELD_BYTES:
+            size = format_bytes(num_bytes)
+            self.not_kept[f"{name or 'a value'}: a {kind} of {size} is too large to be copied"] = None
+            return False
+        self._held_bytes += num_bytes
+        return True
 
     def _keep_attributes(self, thing: Any) -> None:
-        self._later(turn_into, thing, type(thing))
-        self._walk(vars(thing))
-        if isinstance(thing, nn.Module):
-            # A scripted module holds them elsewhere than in its attributes.
-            for tensor in (*thing.parameters(recurse=False), *thing.buffers(recurse=False)):
-                self._walk(tensor)
-            if type(thing).get_extra_state is not nn.Module.get_extra_state:
-                # Comes back before the attributes do: setting it may replace tensors that they name.
-                self._later(loaded_again(thing.set_extra_state, thing.get_extra_state()))
+        was_held, self._is_held = self._is_held, self._is_held and not _is_walked(thing)
+        try:
+            self._later(turn_into, thing, type(thing))
+            for slot in _slots_of(type(thing)):
+                with contextlib.suppress(AttributeError):  # never assigned
+                    value = slot.__get__(thing)
+                    self._later(slot.__set__, thing, value)
+                    self._walk(value, slot.__name__)
+            self._walk(getattr(thing, "__dict__", None))
+            if isinstance(thing, nn.Module):
+                # A scripted module holds them elsewhere than in its attributes.
+                for tensor in (*thing.parameters(recurse=False), *thing.buffers(recurse=False)):
+                    self._walk(tensor)
+                if isinstance(thing, torch.jit.ScriptModule):
+                    for child in thing.children():
+                        self._walk(child)
+                    self._later(setattr, thing, "training", thing.training)
+                if type(thing).get_extra_state is not nn.Module.get_extra_state:
+                    # Comes back before the attributes do: setting it may replace tensors that they name.
+                    self._later(loaded_again(thing.set_extra_state, thing.get_extra_state()))
+        finally:
+            self._is_held = was_held
 
 
 @contextlib.contextmanager
@@ -217,12 +332,97 @@ def _is_walked(thing: Any) -> bool:
     return isinstance(thing, _WALKED) or all(hasattr(type(thing), n) for n in ("step", "zero_grad", "load_state_dict"))
 
 
+def is_users_object(value: Any) -> bool:
+    """Whether this is an object of a class that the user wrote, or a plain namespace: its attributes are its state."""
+    return _is_users_class(type(value)) and not isinstance(value, type)
+
+
+@cache
+def _is_users_class(kind: type) -> bool:
+    if kind in (SimpleNamespace, argparse.Namespace):
+        return True
+    if issubclass(kind, type | ModuleType | BaseException | enum.Enum) or kind.__module__ == "builtins":
+        return False
+    module = sys.modules.get(kind.__module__)
+    if module is None or module.__name__ == "__main__":
+        return True
+    file = getattr(module, "__file__", None)
+    # Neither file nor spec: made by exec, as notebooks do.
+    return getattr(module, "__spec__", None) is None if file is None else not is_installed_or_ours(file)
+
+
+@cache
+def _slots_of(kind: type) -> tuple[Any, ...]:
+    """The slots of a class and its bases; not those of C, which look alike and are torch's and Python's own."""
+    return tuple(
+        member
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType) and name != "__weakref__"
+    )
+
+
 def _words_for(thing: Any) -> str:
     name = type(thing).__name__
     if isinstance(thing, nn.Module):
         tensors = {id(tensor) for tensor in (*thing.parameters(), *thing.buffers())}
         return f"weights and buffers of {name} ({counted(len(tensors), 'tensor')})"
     return f"random state of a {name}" if put_back_of_generator(thing) else f"state of {name}"
+
+
+def _seek(file: Any, position: int) -> None:
+    if not file.closed:
+        file.seek(position)
+
+
+def _contents(cell: CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
+def _refill_cell(cell: CellType, *before: Any) -> None:
+    if not any(map(holds_state, (*before, *_contents(cell)))):
+        return
+    if before:
+        cell.cell_contents = before[0]
+    elif _contents(cell):
+        del cell.cell_contents
+
+
+def _rebind(namespace: dict[str, Any], name: str, *before: Any) -> None:
+    if not any(map(holds_state, (*before, namespace.get(name)))):
+        return
+    if before:
+        namespace[name] = before[0]
+    else:
+        namespace.pop(name, None)
+
+
+def holds_state(value: Any, depth: int = 4) -> bool:
+    """Whether a value is, or leads to, a tensor, an array, a generator, or something that trains.
+
+    >>> holds_state({"shadow": [torch.zeros(2)]}), holds_state(["a log", 3])
+    (True, False)
+    """
+    if type(value) in _UNCHANGING:
+        return False
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, torch.Tensor | io.IOBase) or (numpy is not None and isinstance(value, numpy.ndarray)):
+        return True
+    if can_be_kept(value):
+        return True
+    if depth == 0:
+        return False
+    if type(value) in CONTAINERS or isinstance(value, tuple):
+        entries = value.values() if isinstance(value, dict) else value
+        return any(holds_state(entry, depth - 1) for entry in islice(entries, _MOST_ENTRIES))
+    if is_users_object(value):
+        slots = [getattr(value, slot.__name__, None) for slot in _slots_of(type(value))]
+        return any(holds_state(entry, depth - 1) for entry in (*getattr(value, "__dict__", {}).values(), *slots))
+    return False
 
 
 def _refill(container: Any, before: Any) -> None:

@@ -1,7 +1,7 @@
-"""One tensor as it was before a probe: its memory, flags, gradient and bytes.
+"""One tensor as it was before a probe: its memory, flags, gradient, hooks and bytes.
 
 Promises:
-- it comes back bit for bit, in the tensor object and the storage that it was in;
+- it comes back bit for bit, in the tensor object and the storage that it was in; sparse ones in those of their parts;
 - bytes are copied once, to the CPU, however many tensors name them; of the meta device nothing is copied;
 - bytes that are still the same are not written.
 """
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Bytes that are kept already, by storage, first byte and length. The tensor keeps the storage alive: its address is
 # unique only as long as it is.
 Spans = dict[tuple[int, int, int], torch.Tensor]
@@ -50,11 +51,14 @@ class KeptTensor:
         self._is_leaf = tensor.is_leaf
         self._requires_grad = tensor.requires_grad
         self._gradient = tensor.grad if tensor.is_leaf else None
+        self._hooks = {name: getattr(tensor, name, None) for name in _HOOKS}
+        self._sparse = _parts_of_sparse(self._data)
+        self._is_coalesced = bool(self._sparse) and tensor.layout is torch.sparse_coo and tensor.is_coalesced()
 
     @property
     def parts(self) -> tuple[Any, ...]:
         """What else is to be kept with it; attributes too, for gradient buckets and the like hang on parameters."""
-        return (vars(self._tensor), self._gradient, *self._inner.values())
+        return (vars(self._tensor), self._gradient, *self._inner.values(), *self._hooks.values(), *self._sparse)
 
     def put_back(self) -> None:
         """Give the tensor back its memory, class, flags and gradient, once its parts and elements are back."""
@@ -63,7 +67,14 @@ class KeptTensor:
             if getattr(tensor, name) is not part:
                 setattr(tensor, name, part)
         if data is not None and (type(tensor) is not self._kind or _place(tensor) != _place(data)):
-            tensor.data = data
+            if data.layout is torch.sparse_coo and self._sparse:
+                # Its parts are back in place; which of them a tensor has, an in-place addition changes.
+                indices, values = self._sparse
+                data = torch.sparse_coo_tensor(
+                    indices, values, data.shape, is_coalesced=self._is_coalesced, check_invariants=False
+                )
+            if data.layout in (torch.strided, torch.sparse_coo):
+                tensor.data = data
         turn_into(tensor, self._kind)
         if self._is_leaf:
             # A buffer that a step multiplied by a weight, in place, has a history since.
@@ -73,27 +84,77 @@ class KeptTensor:
                 tensor.requires_grad_(self._requires_grad)
             if tensor.grad is not self._gradient:
                 tensor.grad = self._gradient
+        for name, hooks in self._hooks.items():
+            now = getattr(tensor, name, None)
+            if now is not hooks:
+                # Emptied as well: what torch holds for the tensor may still be the dictionary of the probe.
+                now.clear()
+                setattr(tensor, name, hooks)
 
     def copy_elements(self, spans: Spans) -> Callable[[], object] | None:
         """Copy the elements and return what writes them back; None where there are none, or `spans` has them."""
         data = self._data
-        if data is None or is_lazy(self._tensor) or data.device.type == "meta":
+        if data is None or is_lazy(self._tensor) or data.device.type == "meta" or self._sparse:
             return None
         if data.layout is not torch.strided:
-            return partial(data.copy_, data.to("cpu", copy=True))
+            return partial(_replace_opaque, self._tensor, data.clone())
         # As bytes, from the first element to the last: exact for any dtype and NaN, and elements that several names
         # share (views, expanded tensors) are copied once.
         storage = data.untyped_storage()
+        if data.is_nested:
+            # Its tensors lie one after the other, and it has no strides to tell where.
+            return _kept_span(data, storage, 0, storage.nbytes(), spans)
         start = int(data.storage_offset()) * data.itemsize
         reach = sum((size - 1) * step for size, step in zip(data.shape, data.stride(), strict=True)) + 1
         num_bytes = reach * data.itemsize if data.numel() else 0
-        key = (storage._cdata, start, num_bytes)
-        # A sharded model frees storages that tensors still name; there is nothing to copy in those.
-        if num_bytes == 0 or key in spans or start + num_bytes > storage.nbytes():
-            return None
-        span = torch.empty(0, dtype=torch.uint8, device=data.device).set_(storage, start, (num_bytes,), (1,))
-        spans[key] = span
-        return partial(_put_back_bytes, span, span.to("cpu", copy=True), storage.nbytes())
+        return _kept_span(data, storage, start, num_bytes, spans)
+
+
+def _kept_span(
+    data: torch.Tensor, storage: torch.UntypedStorage, start: int, num_bytes: int, spans: Spans
+) -> Callable[[], object] | None:
+    key = (storage._cdata, start, num_bytes)
+    # A sharded model frees storages that tensors still name; there is nothing to copy in those.
+    if num_bytes == 0 or key in spans or start + num_bytes > storage.nbytes():
+        return None
+    span = torch.empty(0, dtype=torch.uint8, device=data.device).set_(storage, start, (num_bytes,), (1,))
+    spans[key] = span
+    return partial(_put_back_bytes, span, span.to("cpu", copy=True), storage.nbytes())
+
+
+def num_bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of the memory that a tensor names, whatever its layout; 0 where it has none.
+
+    >>> num_bytes_of(torch.zeros(3)), num_bytes_of(torch.zeros(3, device="meta"))
+    (12, 0)
+    """
+    return sum(num_bytes for _, num_bytes in storages_of(tensor))
+
+
+def storages_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """The address and the bytes of each storage that a tensor names."""
+    if is_lazy(tensor) or tensor.device.type == "meta":
+        return []
+    if is_traceable_wrapper_subclass(tensor):
+        return [found for name in tensor.__tensor_flatten__()[0] for found in storages_of(getattr(tensor, name))]
+    if parts := _parts_of_sparse(tensor):
+        return [found for part in parts for found in storages_of(part)]
+    if tensor.layout is not torch.strided:
+        return [(id(tensor), tensor.numel() * tensor.element_size())]
+    storage = tensor.untyped_storage()
+    return [(storage.data_ptr(), storage.nbytes())]
+
+
+def _parts_of_sparse(tensor: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that a sparse one is made of."""
+    if tensor is None or tensor.layout in (torch.strided, torch._mkldnn):  # type: ignore[attr-defined]
+        return ()
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return (tensor._indices(), tensor._values())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
 
 
 def loaded_again(load: Callable[[Any], object], state: Any) -> Callable[[], None]:
@@ -134,7 +195,14 @@ def _place(tensor: torch.Tensor) -> object:
     if is_lazy(tensor) or tensor.layout is not torch.strided:
         return object()
     storage = tensor.untyped_storage()._cdata
+    if tensor.is_nested:
+        return storage, tensor.dtype, tensor.device
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _replace_opaque(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    """Give a tensor in a layout of oneDNN's own a copy of its elements: such memory is nobody's to write to."""
+    tensor.data = before.clone()
 
 
 def _put_back_bytes(span: torch.Tensor, before: torch.Tensor, storage_bytes: int) -> None:

@@ -21,6 +21,7 @@ from batchwright.memory.fake_model import build_skeleton
 from batchwright.noise.branches import measure_critical_batch
 from batchwright.noise.noise_run import measure_noise
 from batchwright.noise.training import fitting_split
+from batchwright.state.untouched import untouched
 from batchwright.tuning.throughput import measure_throughput
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ _AUDITED = 8
 
 def describe_workload(workload: Workload, target: str | None, ask: Ask) -> dict[str, Any]:
     """Return what the workload is."""
+    with untouched(workload, is_traced=True):
+        return _description(workload, target, ask)
+
+
+def _description(workload: Workload, target: str | None, ask: Ask) -> dict[str, Any]:
     from batchwright import __version__
 
     model, _ = build_skeleton(workload)

@@ -1,0 +1,124 @@
+"""Ctrl-C never falls between a change and its undoing.
+
+Python delivers a signal between any two instructions, also on the way into a `with` block or out of it, where no
+`finally` has begun yet. So while something of the user's is borrowed, an interrupt that arrives there waits.
+
+Promises:
+- an interrupt in the user's code or in torch's is delivered at once, by the handler that was there before;
+- one that arrives while things are put back, or a context is entered or left, is delivered right after;
+- at the fifth one waiting ends, whatever is going on;
+- handlers are put back.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_OURS = os.path.dirname(__file__) + os.sep
+_WAYS_IN_AND_OUT = frozenset({"__enter__", "__exit__", "__del__"})
+_RETRY_SECONDS = 0.01
+_MOST_WAITING = 5
+
+
+class Interrupts:
+    """Handlers of SIGINT and SIGTERM that wait where they must."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._depth = 0
+        self._pending: int | None = None
+        self._num_waiting = 0
+        self._outermost: FrameType | None = None
+
+    @contextmanager
+    def waiting_where_needed(self, outermost: FrameType | None) -> Iterator[None]:
+        """Have interrupts wait on ways in and out of contexts that were entered below the frame `outermost`."""
+        if self._handlers or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        own = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
+        try:
+            self._outermost = outermost
+            self._handlers = own
+            for number in own:
+                signal.signal(number, self._handle)
+            yield
+        finally:
+            for number, handler in own.items():
+                signal.signal(number, handler)
+            self._outermost = None
+            try:
+                self.deliver()
+            finally:
+                self._handlers = {}
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Have interrupts wait until this ends."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0 and self._handlers:
+                self.deliver()
+
+    def deliver(self) -> None:
+        """Hand on an interrupt that waits."""
+        number, self._pending, self._num_waiting = self._pending, None, 0
+        if number is not None:
+            self._handlers[number](number, None)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._num_waiting < _MOST_WAITING and (self._depth or self._is_on_a_way(frame)):
+            if self._pending is None and not self._depth:
+                # Nothing may come by that would deliver it. Not a Timer: it takes a lock that may be held right here.
+                _thread.start_new_thread(self._try_again, ())
+            else:
+                self._num_waiting += 1
+            self._pending = number
+            return
+        self._pending, self._num_waiting = None, 0
+        self._handlers[number](number, frame)
+
+    def _try_again(self) -> None:
+        time.sleep(_RETRY_SECONDS)
+        number, self._pending = self._pending, None
+        if number is not None:
+            _thread.interrupt_main(number)
+
+    def _is_on_a_way(self, frame: FrameType | None) -> bool:
+        while frame is not None and frame is not self._outermost:
+            code = frame.f_code
+            if code.co_name in _WAYS_IN_AND_OUT or code.co_filename.startswith(_OURS):
+                return True
+            frame = frame.f_back
+        return False
+
+
+INTERRUPTS = Interrupts()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Have Ctrl-C wait until this ends; where nothing of the user's is borrowed, do nothing.
+
+    >>> with uninterrupted():
+    ...     pass
+    """
+    with INTERRUPTS.held():
+        yield

@@ -1,0 +1,254 @@
+"""`untouched`: run or trace what is the user's and leave no trace; the one way in for every command.
+
+Promises:
+- weights, buffers, gradients, optimizers, scalers, schedulers, averages, modes, hooks, random numbers, handlers and
+  what else the functions hold are as before, however the block ends, Ctrl-C included;
+- what the functions hand out and somebody else holds, too, is kept before anything is done with it;
+- what runs the user's functions outside of such a block fails at once (`current_keep`);
+- what cannot be put back is listed.
+
+Blocks inside of a block over the same functions share its copies: each begins and ends at the state from before the
+outermost. A second thread waits: random numbers, hooks and handlers are the whole process's.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import threading
+import weakref
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from batchwright.state.held_objects import held_objects, reach_of
+from batchwright.state.interrupts import INTERRUPTS
+from batchwright.state.kept_state import KeptState
+from batchwright.state.process_state import ProcessState
+from batchwright.workload import Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+Asked = ParamSpec("Asked")
+Answer = TypeVar("Answer")
+# What a workload's functions are called for on the host, where no tensor is fake even under a trace.
+_RUN_FOR_REAL = ("data", "batch", "collate", "units", "split")
+BEYOND_REACH = "files, connections and Python objects that the step itself changes"
+
+
+class Keep:
+    """What is kept of the user's, as it was when this was made or when a function handed it out."""
+
+    def __init__(
+        self,
+        work: Iterable[Workload | Callable[..., Any]] = (),
+        *,
+        objects: Iterable[Any] = (),
+        accelerator: torch.device | None = None,
+        is_traced: bool = False,
+        is_thrown_away: bool = False,
+    ) -> None:
+        self.is_traced, self._is_thrown_away = is_traced, is_thrown_away
+        self._process = ProcessState()
+        self.state = KeptState(accelerator=accelerator, copies_elements=not is_traced, keeps_random=not is_thrown_away)
+        self._covered: dict[int, Any] = {}
+        self._builders: set[int] = set()
+        self.live: list[Any] = []
+        """Modules, optimizers and scalers that live on outside of the block."""
+        self._not_kept: dict[str, None] = {}
+        if not is_thrown_away:
+            for thing in objects:
+                self.state.keep(thing)
+        for each in work:
+            self._add(each)
+
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """What comes back, in words."""
+        return self.state.covered
+
+    @property
+    def not_kept(self) -> tuple[str, ...]:
+        """What does not, as far as it is known."""
+        return (*self._not_kept, *self.state.not_kept)
+
+    def covers(self, work: Workload | Callable[..., Any], *, is_traced: bool) -> bool:
+        """Whether what these functions hold is kept here."""
+        if self._is_thrown_away:
+            return True
+        return (is_traced or not self.is_traced) and all(id(part) in self._covered for _, part in _parts(work))
+
+    def keep_live(self, thing: Any) -> None:
+        """Keep something that a function of the user's handed out and that is not ours alone."""
+        if not self._is_thrown_away and not any(thing is known for known in self.live):
+            self.state.keep(thing)
+            self.live.append(thing)
+
+    def knows_builder(self, function: Any) -> bool:
+        """Whether a function is known to hand out a new object each time."""
+        return self._is_thrown_away or id(function) in self._builders
+
+    def note_builder(self, function: Any) -> None:
+        """Remember that it does."""
+        self._builders.add(id(function))
+        self._covered.setdefault(id(function), function)
+
+    def restore(self) -> None:
+        """Put everything back; an interrupt waits meanwhile."""
+        if self._is_thrown_away:
+            return
+        with INTERRUPTS.held():
+            self.state.restore()
+
+    def restore_process(self) -> None:
+        """Put back what belongs to the whole process."""
+        self._process.restore()
+
+    def _add(self, work: Workload | Callable[..., Any]) -> None:
+        parts = list(_parts(work))
+        self._covered.update((id(part), part) for _, part in parts)
+        if self._is_thrown_away:
+            return
+        # First what is called for real, with elements: of what the others hold as well, none is lost then.
+        parts.sort(key=lambda part: part[0] not in _RUN_FOR_REAL)
+        if isinstance(work, Workload) and work.data is not None:
+            parts.insert(0, ("data", work.data))
+        for name, part in parts:
+            if name == "model" and isinstance(part, nn.Module):
+                self.state.keep(part)
+                self.live.append(part)
+                continue
+            copies, self.state.copies_elements = (
+                self.state.copies_elements,
+                self.state.copies_elements or name in _RUN_FOR_REAL,
+            )
+            try:
+                found = list(held_objects(part).values())
+                self._not_kept.update(dict.fromkeys(self.state.keep_all(found)))
+                if name != "data":
+                    self.state.keep_held(reach_of(part))
+            finally:
+                self.state.copies_elements = copies
+
+
+_ACTIVE: ContextVar[Keep | None] = ContextVar("batchwright_keep", default=None)
+_ONE_AT_A_TIME = threading.RLock()
+
+
+@contextmanager
+def untouched(
+    *work: Workload | Callable[..., Any],
+    objects: Iterable[Any] = (),
+    accelerator: torch.device | None = None,
+    is_traced: bool = False,
+) -> Iterator[Keep]:
+    """Put back everything of the user's on the way out, whatever happened inside.
+
+    >>> model = nn.Linear(2, 1)
+    >>> workload = Workload(model=model, batch=lambda n: torch.ones(n, 2), loss=lambda model, batch: model(batch).sum())
+    >>> with untouched(workload) as keep:
+    ...     _ = model.train(False).weight.data.zero_()
+    >>> model.training, bool(model.weight.any()), keep.covered[0]
+    (True, True, 'weights and buffers of Linear (2 tensors)')
+
+    `work` are workloads or functions, `objects` what else may be changed. `is_traced` says that the functions run on
+    fake tensors: then weights are not copied.
+    """
+    outer = _ACTIVE.get()
+    if outer is not None and not tuple(objects) and all(outer.covers(each, is_traced=is_traced) for each in work):
+        try:
+            yield outer
+        finally:
+            outer.restore()
+        return
+    with _ONE_AT_A_TIME, INTERRUPTS.waiting_where_needed(sys._getframe(2)):
+        keep = Keep(work, objects=objects, accelerator=accelerator, is_traced=is_traced)
+        token = _ACTIVE.set(keep)
+        try:
+            yield keep
+        finally:
+            with INTERRUPTS.held():
+                _ACTIVE.reset(token)
+                try:
+                    keep.restore()
+                finally:
+                    keep.restore_process()
+                    if not is_traced:
+                        gc.collect()
+
+
+def leaves_untouched(
+    *, is_traced: bool = False
+) -> Callable[[Callable[Concatenate[Workload, Asked], Answer]], Callable[Concatenate[Workload, Asked], Answer]]:
+    """Decorate a function of a workload so that all of it runs inside of `untouched`."""
+
+    def decorate(
+        ask: Callable[Concatenate[Workload, Asked], Answer],
+    ) -> Callable[Concatenate[Workload, Asked], Answer]:
+        @functools.wraps(ask)
+        def answer(workload: Workload, *args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
+            if not isinstance(workload, Workload):
+                return ask(workload, *args, **kwargs)  # and be told what is wrong with it
+            with untouched(workload, is_traced=is_traced):
+                return ask(workload, *args, **kwargs)
+
+        return answer
+
+    return decorate
+
+
+@contextmanager
+def thrown_away() -> Iterator[Keep]:
+    """Run the user's functions in a process that ends with them: nothing has to be put back."""
+    keep = Keep(is_thrown_away=True)
+    token = _ACTIVE.set(keep)
+    try:
+        yield keep
+    finally:
+        _ACTIVE.reset(token)
+
+
+def current_keep(workload: Workload | None = None) -> Keep:
+    """Return the keep of the block we are in; called wherever a function of the user's is.
+
+    >>> current_keep()
+    Traceback (most recent call last):
+    ...
+    RuntimeError: the user's functions are called outside of `untouched(workload)`: what they change would stay changed.
+    """
+    keep = _ACTIVE.get()
+    if keep is None or (workload is not None and not keep.covers(workload.model, is_traced=True)):
+        raise RuntimeError(
+            "the user's functions are called outside of `untouched(workload)`: what they change would stay changed."
+        )
+    return keep
+
+
+def survivors(things: list[Any]) -> list[Any]:
+    """Empty a list, and return what of it lives on: it is held by somebody else."""
+    kept_alive = [thing for thing in things if not _can_be_referred_to(thing)]
+    watched = [weakref.ref(thing) for thing in things if _can_be_referred_to(thing)]
+    things.clear()
+    gc.collect()
+    return kept_alive + [thing for thing in (ref() for ref in watched) if thing is not None]
+
+
+def _can_be_referred_to(thing: Any) -> bool:
+    return hasattr(type(thing), "__weakref__") or isinstance(thing, nn.Module)
+
+
+def _parts(work: Any) -> Iterator[tuple[str, Any]]:
+    """The functions and live objects of a workload; a function by itself."""
+    if not isinstance(work, Workload):
+        yield "work", work
+        return
+    for field in fields(work):
+        value = getattr(work, field.name)
+        if value is not None and field.name not in ("name", "data"):
+            yield field.name, value
