@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -191,7 +192,7 @@ def run_steps(
         observer.phase("batch")
         return make_batch(workload, micro_batch, shape or {}, device)
 
-    def without_gradients() -> None:
+    def without_gradients(model: nn.Module) -> None:
         for name, work in (("generate", workload.generate), ("evaluate", workload.evaluate)):
             if work is not None:
                 inputs = batch()
@@ -208,40 +209,15 @@ def run_steps(
         if not model.training:
             model.train()
         scaler = build_scaler(workload)
-
-        def gradients() -> torch.Tensor:
-            assert workload.loss is not None
-            total: Any = None
-            for _ in range(accumulation):
-                inputs = batch()
-                observer.phase("forward")
-                loss = checked_loss(workload.loss(model, inputs))
-                # Divided only where it must be: even a scalar division is an allocation in the trace.
-                loss = loss if accumulation == 1 else loss / accumulation
-                observer.phase("backward")
-                (loss if scaler is None else scaler.scale(loss)).backward()
-                total = loss.detach()
-                del inputs, loss
-            assert isinstance(total, torch.Tensor)
-            return total
-
-        def once_more() -> torch.Tensor:
-            """Compute loss and gradients again, as an optimizer asks that takes a closure."""
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            with torch.enable_grad():
-                total = gradients()
-            observer.phase("optimizer")
-            return total
-
+        gradients = _Gradients(workload.loss, model, optimizers, scaler, accumulation, batch, observer)
         for _ in range(steps):
             start = now()
-            gradients()
+            gradients.compute()
             check_that_something_trains(optimizers)
             observer.phase("optimizer")
-            _update(model, optimizers, scaler, clip_norm, once_more)
+            _update(model, optimizers, scaler, clip_norm, gradients.compute_again)
             seconds.append(now() - start)
-        without_gradients()
+        without_gradients(model)
         return tuple(seconds)
 
     with must_be_called(model):
@@ -254,9 +230,47 @@ def run_steps(
                     with torch.no_grad(), evaluating(model):
                         workload.loss(model, inputs)
                     del inputs
-                without_gradients()
+                without_gradients(model)
             seconds.append(now() - start)
     return tuple(seconds)
+
+
+@dataclass
+class _Gradients:
+    """Computes gradients of one step; an object, as the frame of an inner function keeps what it closes over alive."""
+
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    model: nn.Module
+    optimizers: Sequence[Any]
+    scaler: Any
+    accumulation: int
+    batch: Callable[[], Any]
+    observer: Observer
+
+    def compute(self) -> torch.Tensor:
+        """Run forward and backward of each micro-batch, and return the last loss."""
+        total: Any = None
+        for _ in range(self.accumulation):
+            inputs = self.batch()
+            self.observer.phase("forward")
+            loss = checked_loss(self.loss(self.model, inputs))
+            # Divided only where it must be: even a scalar division is an allocation in the trace.
+            loss = loss if self.accumulation == 1 else loss / self.accumulation
+            self.observer.phase("backward")
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            total = loss.detach()
+            del inputs, loss
+        assert isinstance(total, torch.Tensor)
+        return total
+
+    def compute_again(self) -> torch.Tensor:
+        """Compute loss and gradients again, as an optimizer asks that takes a closure."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        with torch.enable_grad():
+            total = self.compute()
+        self.observer.phase("optimizer")
+        return total
 
 
 def needs_closure(optimizer: Any) -> bool:

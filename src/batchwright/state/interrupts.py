@@ -47,7 +47,7 @@ class Interrupts:
         if self._handlers or threading.current_thread() is not threading.main_thread():
             yield
             return
-        own = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
+        own: dict[int, Any] = {number: now for number in _SIGNALS if callable(now := signal.getsignal(number))}
         try:
             self._outermost = outermost
             self._handlers = own
@@ -99,7 +99,7 @@ class Interrupts:
         time.sleep(_RETRY_SECONDS)
         number, self._pending = self._pending, None
         if number is not None:
-            _thread.interrupt_main(number)
+            _thread.interrupt_main(signal.Signals(number))
 
     def _is_on_a_way(self, frame: FrameType | None) -> bool:
         while frame is not None and frame is not self._outermost:

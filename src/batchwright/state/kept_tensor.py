@@ -88,7 +88,8 @@ class KeptTensor:
             now = getattr(tensor, name, None)
             if now is not hooks:
                 # Emptied as well: what torch holds for the tensor may still be the dictionary of the probe.
-                now.clear()
+                if now is not None:
+                    now.clear()
                 setattr(tensor, name, hooks)
 
     def copy_elements(self, spans: Spans) -> Callable[[], object] | None:

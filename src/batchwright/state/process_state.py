@@ -89,7 +89,7 @@ def _settings() -> Iterator[Setting]:
     yield torch.get_num_threads, torch.set_num_threads
     yield torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     yield torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
-    yield torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly  # type: ignore[attr-defined]
+    yield torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly
     yield _folder, _change_folder
 
 

@@ -21,7 +21,7 @@ import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -35,8 +35,7 @@ from batchwright.workload import Workload
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-Asked = ParamSpec("Asked")
-Answer = TypeVar("Answer")
+Question = TypeVar("Question", bound="Callable[..., Any]")
 # What a workload's functions are called for on the host, where no tensor is fake even under a trace.
 _RUN_FOR_REAL = ("data", "batch", "collate", "units", "split")
 BEYOND_REACH = "files, connections and Python objects that the step itself changes"
@@ -183,22 +182,18 @@ def untouched(
                         gc.collect()
 
 
-def leaves_untouched(
-    *, is_traced: bool = False
-) -> Callable[[Callable[Concatenate[Workload, Asked], Answer]], Callable[Concatenate[Workload, Asked], Answer]]:
+def leaves_untouched(*, is_traced: bool = False) -> Callable[[Question], Question]:
     """Decorate a function of a workload so that all of it runs inside of `untouched`."""
 
-    def decorate(
-        ask: Callable[Concatenate[Workload, Asked], Answer],
-    ) -> Callable[Concatenate[Workload, Asked], Answer]:
-        @functools.wraps(ask)
-        def answer(workload: Workload, *args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
+    def decorate(question: Question) -> Question:
+        @functools.wraps(question)
+        def answer(workload: Workload, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(workload, Workload):
-                return ask(workload, *args, **kwargs)  # and be told what is wrong with it
+                return question(workload, *args, **kwargs)  # which says what is wrong with it
             with untouched(workload, is_traced=is_traced):
-                return ask(workload, *args, **kwargs)
+                return question(workload, *args, **kwargs)
 
-        return answer
+        return cast("Question", answer)
 
     return decorate
 
