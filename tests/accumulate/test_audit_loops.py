@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import queue
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -478,6 +480,14 @@ def weights_means_by_tokens(model: Any, optimizer: Any, batches: Sequence[Batch]
 
 
 @right
+def zeroes_in_a_hook_after_the_step(model: Any, optimizer: Any, batches: Sequence[Batch]) -> None:
+    handle = optimizer.register_step_post_hook(lambda stepped, *_: stepped.zero_grad())
+    add_up(model, batches)
+    optimizer.step()
+    handle.remove()
+
+
+@right
 def adds_up_elsewhere_in_fp64(model: Any, optimizer: Any, batches: Sequence[Batch]) -> None:
     weights, count = list(model.parameters()), total(batches)
     sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
@@ -519,6 +529,86 @@ def test_several_optimizers_are_judged_each_at_its_own_step() -> None:
     assert audit(alternating, optimizer=build).exact
 
 
+def test_an_optimizer_that_is_left_out_is_found() -> None:
+    def window(model: Any, pair: Any, batches: Sequence[Batch]) -> None:
+        add_up(model, batches)
+        pair[0].step()
+        model.zero_grad()
+
+    def build(params: Any) -> Any:
+        weights = list(params)
+        return [torch.optim.SGD(weights[:1], lr=0.1), torch.optim.Adam(weights[1:], lr=0.1)]
+
+    found = audit(window, optimizer=build)
+    assert (found.exact, found.cause) == (False, "optimizer without a step")
+    assert "Adam, number 2 of 2" in str(found)
+
+
+def test_an_optimizer_that_is_none_of_torchs_is_audited() -> None:
+    class Plain:
+        def __init__(self, params: Any) -> None:
+            self.param_groups: list[dict[str, Any]] = [{"params": list(params), "lr": 0.1}]
+            self.state: dict[Any, Any] = {}
+
+        def step(self) -> None:
+            raise AssertionError("nothing is stepped")
+
+        def zero_grad(self) -> None:
+            for weight in self.param_groups[0]["params"]:
+                weight.grad = None
+
+    def window(model: Any, optimizer: Any, batches: Sequence[Batch]) -> None:
+        add_up(model, batches)
+        finish(optimizer)
+
+    assert audit(window, optimizer=Plain).exact
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_named_and_null_in_json(value: float) -> None:
+    def window(model: Any, optimizer: Any, batches: Sequence[Batch]) -> None:
+        add_up(model, batches)
+        model.head.bias.grad.fill_(value)
+        finish(optimizer)
+
+    found = audit(window)
+    assert (found.exact, found.cause) == (False, "gradient not finite")
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+class Rotation(nn.Module):
+    """Complex weights beside real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn, self.read = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64)), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        read: torch.Tensor = self.read((x.to(self.turn.dtype) @ self.turn).abs())
+        return read
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_complex_weights_are_compared_in_both_parts(dtype: str, is_wrong: bool) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        mean_square: torch.Tensor = model(batch).square().mean()
+        return mean_square
+
+    def window(model: Any, optimizer: Any, batches: Sequence[torch.Tensor]) -> None:
+        for batch in batches:
+            (loss(model, batch) / len(batches)).backward()
+        if is_wrong:
+            model.turn.grad.imag.mul_(2)
+        finish(optimizer)
+
+    work = Workload(
+        model=Rotation, batch=lambda n: torch.randn(n, 4), loss=loss, optimizer=torch.optim.SGD, window=window
+    )
+    found = audit_workload(work, dtype=dtype)
+    assert (found.exact, found.worst_module) == ((False, "(model)") if is_wrong else (True, found.worst_module))
+
+
 def test_weights_that_no_optimizer_has_may_keep_their_gradients() -> None:
     def window(model: Any, optimizer: Any, batches: Sequence[Batch]) -> None:
         add_up(model, batches)
@@ -540,7 +630,10 @@ def test_gradients_that_are_never_zeroed_are_a_condition_that_is_named() -> None
     assert found.condition.name == "gradients not zeroed"
     assert found.second_window is not None
     assert found.second_window[0] == pytest.approx(2.0)
-    assert "gradients not zeroed: right only if they are between two windows" in str(found).splitlines()[0]
+    first, *others = str(found).splitlines()
+    assert "FIRST window only; gradients not zeroed: right only if the code around `window` calls zero_grad()" in first
+    assert any("the second, not zeroed" in line and "if zeroed" in line for line in others)
+    assert "optimizer.zero_grad() in the window" in found.to_dict()["condition"]["remedy"]
     assert found.to_dict()["condition"]["name"] == "gradients not zeroed"
     assert any("not zeroed" in note for note in found.notes)
 
@@ -571,6 +664,7 @@ class TestARandomLoss:
         assert summed_up.cause is None
         assert "that of the big batch" not in str(summed_up).splitlines()[0]
         assert any("no mean over these units" in note for note in summed_up.notes)
+        assert "replayed" not in (summed_up.remedy or "")
 
 
 @pytest.mark.parametrize("kind", ["sum", "BatchNorm"])
@@ -594,14 +688,37 @@ def test_a_replay_says_what_it_compared_and_can_fail(kind: str) -> None:
     assert audit_workload(work).cause == ("sum divided" if kind == "sum" else "BatchNorm")
 
 
+def test_a_replay_names_the_cause_that_is_there_without_dropout() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        mean_square: torch.Tensor = model(batch).square().mean()
+        return mean_square
+
+    def undivided(model: Any, optimizer: Any, batches: Sequence[torch.Tensor]) -> None:
+        for batch in batches:
+            loss(model, batch).backward()
+        finish(optimizer)
+
+    def at_once(model: Any, optimizer: Any, batches: Sequence[torch.Tensor]) -> None:
+        loss(model, torch.cat(list(batches))).backward()
+        finish(optimizer)
+
+    parts: dict[str, Any] = {"batch": lambda n: torch.randn(n, 4), "loss": loss, "optimizer": torch.optim.SGD}
+    parts["model"] = lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.2), nn.Linear(6, 1))
+    assert audit_workload(Workload(**parts, window=undivided), dropout="replayed").cause == "count ignored"
+    found = audit_workload(Workload(**parts, window=at_once), dropout="replayed")
+    assert (found.exact, found.cause) == (False, "random numbers drawn elsewhere")
+
+
 def test_another_thread_clips_as_ever_while_an_audit_looks() -> None:
     import threading
 
-    weight = nn.Parameter(torch.ones(4))
+    norms: queue.SimpleQueue[float] = queue.SimpleQueue()
 
     def clip() -> None:
+        weight = nn.Parameter(torch.ones(4))
         weight.grad = torch.ones(4)
         clip_grad_norm_([weight], 1e-2)
+        norms.put(float(weight.grad.norm()))
 
     def window(model: Any, optimizer: Any, batches: Sequence[Batch]) -> None:
         add_up(model, batches)
@@ -613,5 +730,4 @@ def test_another_thread_clips_as_ever_while_an_audit_looks() -> None:
     found = audit(window)
     assert found.exact
     assert not any("clips" in note for note in found.notes)
-    assert weight.grad is not None
-    assert float(weight.grad.norm()) == pytest.approx(1e-2, rel=1e-3)
+    assert norms.get_nowait() == pytest.approx(1e-2, rel=1e-3)

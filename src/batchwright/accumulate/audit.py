@@ -11,13 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batchwright.accumulate.audit_result import TOLERANCES, Audit, Cause, Compared, SplitAudit
+from batchwright.accumulate.audit_result import BIG_BATCH, TOLERANCES, Audit, Cause, Compared, SplitAudit
 from batchwright.accumulate.audit_subject import Subject
 from batchwright.accumulate.causes import (
     BATCH_NORM,
     NO_MEAN,
     NO_STEP,
     NOT_ZEROED,
+    OTHER_DRAWS,
     OTHER_OPTIMIZER,
     RANDOM_LOSS,
     REPEATED,
@@ -65,6 +66,10 @@ class Comparable(Protocol):
 
     def frozen_statistics(self) -> AbstractContextManager[None]:
         """Have batch normalization use its running statistics."""
+        ...
+
+    def without_draws(self) -> AbstractContextManager[bool]:
+        """Turn off what was replayed so far; hands out whether anything was."""
         ...
 
     def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
@@ -226,7 +231,9 @@ def _first_to_fix(
     """Return what to mend first: what nothing else can be judged without, then the gradient, then the loop's order."""
     is_off = any(not one.result.exact for one in tried)
     if (is_off or not compared.is_right) and subject.is_random:
-        return RANDOM_LOSS
+        is_replay = compared.name != BIG_BATCH
+        more = "" if is_replay else "; dropout='replayed' draws the same numbers for each micro-batch in both runs"
+        return replace(RANDOM_LOSS, remedy=RANDOM_LOSS.remedy + more)
     if not compared.is_right:
         return NO_MEAN
     return worst or next(iter(defects), None)
@@ -319,6 +326,16 @@ def _find_cause(subject: Comparable, worst: _Tried, accumulation: int, defects: 
         return by_hand or (TAIL_DROPPED if len(worst.sizes) < accumulation else NO_STEP)
     if worst.caught.steps > 1 and not worst.caught.steps_alike:
         return next(d for d in defects_of(worst.caught, len(worst.sizes)) if d.name == SEVERAL_STEPS.name)
+    with subject.without_draws() as were_replayed:
+        if were_replayed:
+            # Parts that draw other numbers cannot be compared with each other.
+            worst = _try_split(subject, worst.sizes, accumulation)
+            if worst.result.exact:
+                return OTHER_DRAWS
+        return _cause_of_gradient(subject, worst, accumulation)
+
+
+def _cause_of_gradient(subject: Comparable, worst: _Tried, accumulation: int) -> Cause:
     if subject.has_batch_norm:
         with subject.frozen_statistics():
             again = _try_split(subject, worst.sizes, accumulation)

@@ -7,6 +7,7 @@ Promises:
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 TOLERANCES = {"fp32": 1e-5, "fp64": 1e-10}
 BIG_BATCH = "the big batch"
 MEAN_OF_PARTS = "its micro-batches, averaged by units with random numbers replayed"
+
+
+def finite(value: float | None) -> float | None:
+    """Return a figure as JSON can hold it: None for what is infinite or undefined."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -145,10 +151,10 @@ class Audit(PrintedResult):
             "exact": self.exact,
             "gradient_exact": self.has_exact_gradient,
             "compared_with": self.compared_with,
-            "reference_error": self.reference_error,
+            "reference_error": finite(self.reference_error),
             "random": self.is_random,
-            "ratio": self.ratio,
-            "relative_error": self.relative_error,
+            "ratio": finite(self.ratio),
+            "relative_error": finite(self.relative_error),
             "worst_module": self.worst_module,
             "cause": self.cause,
             "remedy": self.remedy,
@@ -157,9 +163,21 @@ class Audit(PrintedResult):
             "condition": asdict(self.condition) if self.condition else None,
             "second_window": None
             if self.second_window is None
-            else {"ratio": self.second_window[0], "relative_error": self.second_window[1]},
-            "splits": [{"split": split.name, **asdict(split), "sizes": list(split.sizes)} for split in self.splits],
-            "modules": [asdict(module) for module in self.modules],
+            else {"ratio": finite(self.second_window[0]), "relative_error": finite(self.second_window[1])},
+            "splits": [
+                {
+                    "split": split.name,
+                    **asdict(split),
+                    "ratio": finite(split.ratio),
+                    "relative_error": finite(split.relative_error),
+                    "sizes": list(split.sizes),
+                }
+                for split in self.splits
+            ],
+            "modules": [
+                {"name": m.name, "ratio": finite(m.ratio), "relative_error": finite(m.relative_error)}
+                for m in self.modules
+            ],
             "notes": list(self.notes),
         }
 

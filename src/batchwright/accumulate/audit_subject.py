@@ -76,7 +76,7 @@ class Subject:
             # A live one in place, for an optimizer and functions that hold it; `untouched` gives it back.
             self.model = build_model(workload, _CPU)
             narrow = {str(p.dtype).removeprefix("torch.") for p in self.model.parameters() if p.dtype in _NARROW}
-            self.model = self.model.to(_CPU, _DTYPES[dtype]).train()
+            self.model = self.model.to(_CPU)._apply(lambda tensor: _cast(tensor, _DTYPES[dtype])).train()
             self.model.zero_grad(set_to_none=True)
             if not hasattr(self.model, "no_sync"):
                 # A loop for ranks asks for it; one process has nothing to leave out.
@@ -222,6 +222,12 @@ class Subject:
         with frozen_statistics(self.model):
             yield
 
+    @contextmanager
+    def without_draws(self) -> Iterator[bool]:
+        """Turn dropout off where it was replayed; hands out whether it was."""
+        with without_dropout(self.model) if self._replays else nullcontext():
+            yield self._replays
+
     def _replayed(self, micro_batches: Sequence[Any]) -> Gradient:
         gradients = [self.of_loss(micro_batch, seed) for seed, micro_batch in enumerate(micro_batches)]
         return combined(gradients, self._shares(micro_batches))
@@ -261,11 +267,18 @@ def _usable(loss: Any) -> torch.Tensor:
     return checked
 
 
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return fractions in a type; complex numbers stay complex, as wide as it."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 def _as_dtype(batch: Any, dtype: torch.dtype) -> Any:
     """Return the batch with its fractions in the type of the model."""
     from torch.utils._pytree import tree_map
 
     def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+        return _cast(leaf, dtype) if isinstance(leaf, torch.Tensor) else leaf
 
     return {key: cast(value) for key, value in batch.items()} if hasattr(batch, "items") else tree_map(cast, batch)

@@ -42,6 +42,8 @@ class CaughtWindow:
     """Most steps of one optimizer."""
     steps_alike: bool = False
     """Whether every further step had the gradient of the first."""
+    idle: tuple[str, ...] = ()
+    """Optimizers that did not step, though another did and their weights have gradients."""
     other_optimizer: str | None = None
     """The kind of an optimizer of the loop's own that would have stepped the model."""
     has_changed_weights: bool = False
@@ -118,6 +120,7 @@ class _Run:
             has_clipped=watch.habits.num_clips > 0,
             steps=max(len(longest), 1),
             steps_alike=all(_are_equal(longest[0], later) for later in longest[1:]),
+            idle=self._idle(),
             other_optimizer=self._other,
             has_changed_weights=has_changed,
             is_followed=True,
@@ -136,6 +139,15 @@ class _Run:
                 own = _ids(optimizer)
                 taken |= {n: value for n, value in steps[0].items() if id(self._weights[n]) in own}
         return Gradient(taken)
+
+    def _idle(self) -> tuple[str, ...]:
+        taken = next((steps[0] for steps in self._steps if steps), {})
+        has_gradient = {id(self._weights[name]) for name, value in taken.items() if bool(value.any())}
+        return tuple(
+            f"{type(optimizer).__name__}, number {number} of {len(self._optimizers)}"
+            for number, (optimizer, steps) in enumerate(zip(self._optimizers, self._steps, strict=True), 1)
+            if not steps and _ids(optimizer) & has_gradient
+        )
 
     def _step(self, index: int, optimizer: Any) -> None:
         scale = getattr(optimizer, "grad_scale", None)
@@ -164,12 +176,13 @@ class _Run:
     def _substitute(self, index: int) -> Callable[..., Any]:
         def step(optimizer: Any, closure: Any = None) -> Any:
             loss = None
-            for hook in list(optimizer._optimizer_step_pre_hooks.values()):
-                hook(optimizer, (optimizer,), {})
+            _call_hooks(optimizer, "_optimizer_step_pre_hooks")
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
             self._step(index, optimizer)
+            # They may zero gradients.
+            _call_hooks(optimizer, "_optimizer_step_post_hooks")
             return loss
 
         return step
@@ -201,6 +214,12 @@ class _Run:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
+
+
+def _call_hooks(optimizer: Any, name: str) -> None:
+    # An optimizer that is none of torch's has no hooks.
+    for hook in list(getattr(optimizer, name, {}).values()):
+        hook(optimizer, (optimizer,), {})
 
 
 def _ids(optimizer: Any) -> set[int]:

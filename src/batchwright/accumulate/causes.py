@@ -146,6 +146,22 @@ SCHEDULED_EARLY = Cause(
     "the learning rate is stepped between the micro-batches of a window: it moves faster than the optimizer steps",
     "scheduler.step() once per window, after optimizer.step()",
 )
+NOT_FINITE = Cause(
+    "gradient not finite",
+    "the accumulated gradient holds infinite or undefined values (inf, nan)",
+    "look for a division by zero, a log or root of zero, or an overflow in the loop",
+)
+OTHER_DRAWS = Cause(
+    "random numbers drawn elsewhere",
+    "with dropout off the loop is right; with dropout it draws its numbers otherwise than micro-batch by micro-batch, "
+    "so that a replay cannot judge it",
+    "dropout='off'",
+)
+IDLE_OPTIMIZER = Cause(
+    "optimizer without a step",
+    "the loop steps one optimizer and leaves out another, whose weights have gradients",
+    "step every optimizer once per window",
+)
 OTHER_OPTIMIZER = Cause(
     "another optimizer",
     "the loop steps an optimizer of its own",
@@ -168,9 +184,9 @@ WINDOWS_DIFFER = Cause(
 )
 NOT_ZEROED = Cause(
     "gradients not zeroed",
-    "the loop leaves its gradients in place: unless your code zeroes them between two windows, outside of `window`, "
-    "the second window steps with the sum of both",
-    "optimizer.zero_grad() at the start or the end of the window",
+    "`window` does not zero its gradients: run twice, it stepped with the sum of both windows the second time",
+    "call optimizer.zero_grad() in the window, after step() or before the first backward; if the code around `window` "
+    "calls it between two windows, nothing has to change",
 )
 NO_MEAN = Cause(
     "no mean over units",
@@ -182,8 +198,7 @@ NO_MEAN = Cause(
 RANDOM_LOSS = Cause(
     "",
     "the loss is random even without dropout, and no cause can be told from its draws",
-    "fix that first: draw no random numbers in the loss while it is audited, or draw them from the batch; "
-    "dropout='replayed' draws the same numbers for each micro-batch in both runs",
+    "fix that first: draw no random numbers in the loss while it is audited, or draw them from the batch",
 )
 MISSING_NO_SYNC = Cause(
     "missing no_sync",
@@ -225,6 +240,9 @@ class Evidence:
 def likely_cause(evidence: Evidence) -> Cause:
     """Name the cause that the evidence fits."""
     near = _Near(evidence.tolerance)
+    if not evidence.accumulated.is_finite:
+        is_loss = not evidence.reference.is_finite
+        return _explained(NOT_FINITE, ", and so does that of the big batch: the loss itself" if is_loss else "")
     if not evidence.accumulated.norm:
         return _explained(DROPPED, "; nothing was left of it at the step")
     if evidence.again is not None and not near.are_equal(evidence.again, evidence.accumulated, tightly=True):
@@ -427,6 +445,8 @@ def defects_of(caught: CaughtWindow, num_micro_batches: int) -> list[Cause]:
         where = f"in a window of {num_micro_batches} micro-batches"
         how = "with the same gradient each time" if caught.steps_alike else where
         defects.append(_explained(SEVERAL_STEPS, f": {caught.steps} times {how}"))
+    if caught.idle:
+        defects.append(_explained(IDLE_OPTIMIZER, f" ({'; '.join(caught.idle)})"))
     if habits.clips_before_backward:
         defects.append(_explained(CLIPPED_EARLY, f" ({count_of(habits.num_clips, 'call')} in one window)"))
     if habits.clips_before_unscale:
@@ -442,12 +462,12 @@ def carried_over(first: CaughtWindow, second: CaughtWindow, stepped: set[str], t
     """Name what a second window on the same samples shows: gradients of the first that are still there."""
     mine, theirs = (Gradient({n: v for n, v in w.gradient.by_name.items() if n in stepped}) for w in (first, second))
     error = theirs.error_to(mine)
-    if error is not None and error <= tolerance:
+    if (error is not None and error <= tolerance) or not mine.is_finite:
         return None
     held = {name for name, value in mine.by_name.items() if bool(value.any())}
     left = second.habits.left_over & stepped
     ratio = theirs.ratio_to(mine)
-    shown = f" (its gradient is {ratio:.4g} times as long on the same samples)" if ratio is not None else ""
+    shown = f" (on the same samples its gradient is {ratio:.4g} times as long)" if ratio is not None else ""
     if left and left >= held:
         return _explained(NOT_ZEROED, shown)
     if left:

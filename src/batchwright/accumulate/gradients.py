@@ -38,8 +38,13 @@ class Gradient:
         """
         taken = {}
         for name, weight in named_weights(model).items():
-            taken[name] = as_value(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+            taken[name] = no_gradient(weight) if weight.grad is None else as_value(weight.grad)
         return Gradient(taken)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no value is infinite or undefined."""
+        return all(bool(value.isfinite().all()) for value in self.by_name.values())
 
     @property
     def norm(self) -> float:
@@ -82,9 +87,18 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def as_value(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a gradient as it is compared: dense, fp64, on the CPU."""
+    """Return a copy of a gradient as it is compared: dense, real, fp64, on the CPU.
+
+    A complex number counts as two real ones, so that what is wrong with its imaginary part shows.
+    """
     dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return dense.detach().to("cpu", torch.float64, copy=True)
+    real = torch.view_as_real(dense.detach().resolve_conj()) if dense.is_complex() else dense.detach()
+    return real.to("cpu", torch.float64, copy=True)
+
+
+def no_gradient(weight: torch.Tensor) -> torch.Tensor:
+    """Return what a weight without a gradient counts as: zeros, in the form of `as_value`."""
+    return as_value(torch.zeros_like(weight, requires_grad=False))
 
 
 def width_of(model: nn.Module) -> str:

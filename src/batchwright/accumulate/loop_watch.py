@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.accumulate.gradients import Gradient, as_value, named_weights
+from batchwright.accumulate.gradients import Gradient, as_value, named_weights, no_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -124,7 +124,7 @@ class LoopWatch:
 
     def _held_value(self, name: str) -> torch.Tensor:
         held = self._held.get(name)
-        return torch.zeros(self._weights[name].shape, dtype=torch.float64) if held is None else held
+        return no_gradient(self._weights[name]) if held is None else held
 
     def _names_of(self, optimizer: Any) -> set[str]:
         ids = [id(weight) for group in optimizer.param_groups for weight in group["params"]]
@@ -135,9 +135,7 @@ class LoopWatch:
             if name not in self._seen and weight.grad is not None and bool(as_value(weight.grad).any()):
                 self._left_over.add(name)
             if self._detailed:
-                self._before[name] = (
-                    torch.zeros(weight.shape, dtype=torch.float64) if weight.grad is None else as_value(weight.grad)
-                )
+                self._before[name] = no_gradient(weight) if weight.grad is None else as_value(weight.grad)
 
         return before
 
@@ -170,7 +168,7 @@ class LoopWatch:
             self.habits.schedules_before_backward += 1
             self._is_scheduled = False
         if self.trace is not None and self.trace.last is None:
-            zeros = {n: torch.zeros(w.shape, dtype=torch.float64) for n, w in self._weights.items()}
+            zeros = {n: no_gradient(w) for n, w in self._weights.items()}
             self.trace.contributions.append(Gradient(zeros))
             self.trace.changes.append([])
         engine: Any = torch.autograd.Variable._execution_engine

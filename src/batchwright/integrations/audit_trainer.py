@@ -109,6 +109,11 @@ class TrainerSubject:
         with frozen_statistics(self.model):
             yield
 
+    @contextmanager
+    def without_draws(self) -> Iterator[bool]:
+        """Dropout is off already."""
+        yield False
+
     def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
         """Return the micro-batches of a split that the trainer itself forms."""
         return self._samples[: len(sizes)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from batchwright.accumulate.audit_result import Audit, SplitAudit
 from batchwright.report.tables import draw_table
 
 if TYPE_CHECKING:
@@ -11,7 +12,6 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from batchwright.accumulate.audit_result import Audit
     from batchwright.report.html import Columns
 
 _MOST_MODULES = 5
@@ -44,22 +44,35 @@ def verdict_of(audit: Audit) -> str:
     if audit.defects:
         return f"{verdict}, but the loop is NOT right: {', '.join(defect.name for defect in audit.defects)}"
     if audit.condition is not None:
-        verdict = f"{verdict}, in one window; {audit.condition.name}: right only if they are between two windows"
+        verdict = (
+            f"{verdict} in the FIRST window only; {audit.condition.name}: "
+            "right only if the code around `window` calls zero_grad() between two windows"
+        )
     return f"{verdict}; {audit.cause}" if audit.cause else verdict
 
 
 def audit_columns(audit: Audit) -> Columns:
     """A row per split."""
-    splits = audit.splits
+    splits = [*audit.splits, *_second_window(audit)]
+    exact = ["yes" if split.exact else "NO" for split in audit.splits]
     return [
         ("split", [split.name for split in splits]),
         ("window", [split.note or "full" for split in splits]),
         ("samples", [str(sum(split.sizes)) for split in splits]),
         ("ratio", [_figure(split.ratio) for split in splits]),
         ("relative error", [_figure(split.relative_error) for split in splits]),
-        ("exact", ["yes" if split.exact else "NO" for split in splits]),
+        ("exact", [*exact, *["if zeroed"] * (len(splits) - len(exact))]),
         ("likely cause", [split.cause or "-" for split in splits]),
     ]
+
+
+def _second_window(audit: Audit) -> list[SplitAudit]:
+    """A row for the second window, where it is right under a condition only."""
+    if audit.condition is None or audit.second_window is None:
+        return []
+    ratio, error = audit.second_window
+    cause = audit.condition.name
+    return [SplitAudit(audit.splits[0].sizes, ratio, error, False, cause, "the second, not zeroed")]
 
 
 def audit_remarks(audit: Audit) -> Iterator[str]:
