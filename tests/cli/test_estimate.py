@@ -40,7 +40,7 @@ def workload(**changes):
 
 
 def reads_values():
-    return workload(loss=lambda model, batch: model(batch).mean() * batch.sum().item())
+    return workload(loss=lambda model, batch: model(batch).mean() * model(batch).sum().item())
 
 
 def wrong_width():
@@ -156,7 +156,7 @@ def test_what_cannot_be_traced_is_a_clean_no_with_the_line(run: Run, file: Path)
     ran = run("estimate", f"{file}:reads_values")
     assert (ran.code, ran.out) == (1, "")
     number = FILE.splitlines().index(
-        "    return workload(loss=lambda model, batch: model(batch).mean() * batch.sum().item())"
+        "    return workload(loss=lambda model, batch: model(batch).mean() * model(batch).sum().item())"
     )
     assert f"  at {file}:{number + 1}: " in ran.err
     assert "Traceback" not in ran.err

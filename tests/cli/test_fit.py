@@ -380,6 +380,8 @@ class TestWithoutProbes:
         self, run: Run, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         job = f"echo $RANK >> {tmp_path}/out"
+        for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
         for rank in ("0", "1"):
             monkeypatch.setenv("RANK", rank)
             ran = run("fit", "t.py:w", "--then", job)

@@ -490,8 +490,9 @@ def test_a_function_that_cannot_be_meant_is_refused_when_it_is_decorated() -> No
 
 
 def test_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
+    launcher = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(InvalidInputError, match="runs on several ranks"):
         bw.find_batch_size(limited(3))()
 

@@ -122,7 +122,10 @@ class TestTensorBoard:
         for key in KEYS:
             there = {number: metrics[key] for number, metrics in wanted.items() if key in metrics}
             assert found.get(key, {}) == pytest.approx(there, rel=1e-6)
-        assert min(found["batch/critical_low"]) == 5
+        # From the first step that has one: a lower end takes a few observations.
+        assert (
+            min(found["batch/critical_low"]) == min(n for n, each in wanted.items() if "batch/critical_low" in each) > 1
+        )
         assert texts(tmp_path) == {ENTRY: [effective_batch_text(4, 2)]}
         assert tracker.failures == 0
 

@@ -178,7 +178,8 @@ def check_batches(workload: Workload, shape: Mapping[str, Any]) -> None:
     """Make two tiny batches before anything long starts, so that one that ignores its size is found at once."""
     if workload.batch is None:
         return
-    with untouched(workload, is_traced=True):
+    # A batch that names the card is made on the host: only its size is looked at.
+    with untouched(workload, is_traced=True), RedirectedCalls(torch.device("cpu")):
         for size in (1, 2):
             make_real_batch(workload, size, shape)
 
