@@ -267,3 +267,11 @@ def test_samples_of_one_length_fill_their_batches_and_still_meet_others() -> Non
     assert stats.batches == 40
     assert stats.fill == 1.0
     assert stats.pair_repeat < 0.05
+
+
+@pytest.mark.parametrize("longest", [50, 4_000])
+def test_few_lengths_are_not_cut_small_for_shuffling_that_they_have_by_chance(longest: int) -> None:
+    lengths = [10] * 999 + [longest]
+    stats = TokenBatchSampler(lengths, 4_000, rank=0, world_size=1).stats()
+    assert stats.batches == TokenBatchSampler(lengths, 4_000, rank=0, world_size=1, waste=0.0).stats().batches
+    assert stats.pair_repeat < 0.6

@@ -6,7 +6,8 @@ that batches leave free counts: small windows end in batches that are not full, 
 
 With few samples a small target leaves one window, and that the same batches in every epoch. So where no target is
 given, there are windows enough that about one pair of batch-mates in nine meets again (0.65 over the windows, whatever
-the number of samples: benchmarks/sampler_mixing.py), if that takes at most a quarter more batches; and two always.
+the number of samples: benchmarks/sampler_mixing.py), if that takes at most a quarter more batches; and two always, but
+where batches are so few, or so alike in length, that they repeat hardly more pairs than by chance.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _DEFAULT_WASTE = 0.015
 # What shuffling may cost where nobody says: batches, over those of a full sort.
 _ENOUGH_WINDOWS, _FEWEST_WINDOWS, _MOST_BATCHES = 6, 2, 1.25
 _FEW_REPEATS = 1 / 9
+# Of the repeats that batches of these sizes have when their samples are drawn at random: few batches repeat many pairs.
+_NEARLY_CHANCE = 1.5
 
 
 def choose_mixing(lengths: Numbers, budget: Budget, *, waste: float | None, seed: int) -> Mixing:
@@ -89,7 +92,8 @@ def _mixed_enough(lengths: Numbers, budget: Budget, found: Mixing, seed: int) ->
 
     rng = np.random.default_rng(seed)
     one, other = (plan_epoch(lengths, cut_into(found.num_windows, epoch), budget, ranks=1, rng=rng) for epoch in (0, 1))
-    if pair_repeat(one, other, len(lengths)) <= _FEW_REPEATS:
+    by_chance = float((one.sizes * (one.sizes - 1)).sum()) / (len(lengths) * (len(lengths) - 1))
+    if pair_repeat(one, other, len(lengths)) <= max(_FEW_REPEATS, _NEARLY_CHANCE * by_chance):
         return found  # many samples of one length mix by themselves
     least = num_batches(1)
     for windows in range(_ENOUGH_WINDOWS, max(found.num_windows, _FEWEST_WINDOWS), -1):
