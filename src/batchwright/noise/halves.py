@@ -119,7 +119,7 @@ class Halves:
             except _TiedError:
                 reason = (
                     "samples are tied together (batch normalization, a loss over pairs), or lie along another "
-                    "dimension than batch_dim="
+                    f"dimension than batch_dim={self._batch_dim}"
                 )
                 continue
             except Exception as error:

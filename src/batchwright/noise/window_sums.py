@@ -27,7 +27,8 @@ REASONS = (
     "checkpointing): their squares do not add up",
     "the loss scale changed between micro-batches",
     "the model ran forward and backward a different number of times",
-    "micro-batches of other sizes than micro_batch=: how the loop weighs them is not known",
+    "micro-batches of other sizes than micro_batch=, looked for along dimension batch_dim=: how the loop weighs them "
+    "is not known",
     "one micro-batch only: there is nothing to compare",
     "a gradient that is infinite or not a number",
     "the window was shorter than the one before",
