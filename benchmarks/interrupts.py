@@ -127,12 +127,13 @@ def interrupt_often(command: str, times: int, seed: int) -> list[dict[str, Any]]
                 driver.send_signal(signal.SIGINT)
             row = json.loads(driver.stdout.readline())
             if row["ending"] == "answered":
-                durations.append(row["seconds"])  # before it, or too late
-            if is_warm and row["ending"] != "answered":
+                durations.append(row["seconds"])  # before the first interrupt, or it came too late
+            if not is_warm:
+                if row["ending"] != "answered" or row["changes"]:
+                    raise SystemExit(f"without an interrupt: {row}")
+            elif row["ending"] != "answered":
                 results.append(row)
                 print(f"{command}: {len(results)} of {times}", file=sys.stderr, flush=True)
-            elif row["changes"] and not is_warm:
-                raise SystemExit(f"changed without an interrupt: {row}")
         driver.stdin.close()
         driver.wait(60)
         # What this process and those it started leave in its folder.

@@ -159,7 +159,7 @@ def _() -> Scene:
     average = {"weight": torch.zeros(HIDDEN, WIDTH)}
 
     def extra(model: nn.Module, batch: torch.Tensor, output: torch.Tensor) -> None:
-        average["weight"] = average["weight"].lerp(model[0].weight.detach(), 0.1)
+        average["weight"] = average["weight"].lerp(model[0].weight.detach().cpu(), 0.1)
 
     made = scene(net(), extra, builds_optimizer=True, watched={"average": average})
     made.workload = bw.Workload(
@@ -360,7 +360,7 @@ def _() -> Scene:
 
     def extra(model: nn.Module, *_: Any) -> None:
         for name, parameter in model.named_parameters():
-            average[name].lerp_(parameter.detach(), 0.1)
+            average[name].lerp_(parameter.detach().cpu(), 0.1)
         average.setdefault("steps", torch.zeros(())).add_(1)
 
     return scene(model, extra, steps_before=1, watched={"average": average})
@@ -696,9 +696,9 @@ def _() -> Scene:
 
 @odd("a module replaced by the loss")
 def _() -> Scene:
-    def extra(model: nn.Module, *_: Any) -> None:
+    def extra(model: nn.Module, batch: torch.Tensor, output: torch.Tensor) -> None:
         model[1] = nn.Tanh()
-        model.add_module("later", nn.Linear(2, 2))
+        model.add_module("later", nn.Linear(2, 2, device=batch.device))
 
     return scene(net(nn.ReLU()), extra, steps_before=0)
 
@@ -831,7 +831,7 @@ def _() -> Scene:
     def extra(model: nn.Module, batch: torch.Tensor, output: torch.Tensor) -> None:
         average.update_parameters(model)
         for name, parameter in model.named_parameters():
-            shadow[name].lerp_(parameter.detach(), 0.1)
+            shadow[name].lerp_(parameter.detach().cpu(), 0.1)
         for scheduler in schedulers:
             scheduler.step()
         seen.add_(1)
