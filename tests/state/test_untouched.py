@@ -188,6 +188,35 @@ def test_an_optimizer_of_live_weights_can_be_traced() -> None:
     assert theirs - ours == 4 * len(list(live.model.parameters()))
 
 
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    """Remembers the sample that was read last, and keeps those that were read."""
+
+    def __init__(self) -> None:
+        self.latest = torch.zeros(8)
+        self.read = {0: torch.ones(8)}
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.latest.fill_(index + 1)
+        return self.read.setdefault(index, torch.full((8,), float(index)))
+
+
+@pytest.mark.parametrize("name", ["estimate", "fit", "audit", "noise"])
+def test_a_dataset_is_as_before_its_samples_were_read(name: str) -> None:
+    samples = Samples()
+    work = bw.Workload(
+        model=lambda: nn.Linear(8, 1),
+        data=samples,
+        loss=lambda model, batch: model(batch).pow(2).mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
+    )
+    ASK[name](work)
+    assert not samples.latest.any()
+    assert list(samples.read) == [0]
+
+
 def test_an_unused_scaler_stays_unused() -> None:
     scaler = torch.amp.GradScaler("cpu")
     work = bw.Workload(

@@ -130,8 +130,7 @@ class Keep:
             try:
                 found = list(held_objects(part).values())
                 self._not_kept.update(dict.fromkeys(self.state.keep_all(found)))
-                if name != "data":
-                    self.state.keep_held(reach_of(part))
+                self.state.keep_held(reach_of(part))
             finally:
                 self.state.copies_elements = copies
 
