@@ -37,6 +37,9 @@ COMMANDS = {
 }
 
 
+_NEEDED_PACKAGES = ("torch", "numpy")
+
+
 class LazyGroup(click.Group):
     """A click group that imports a command when it is called."""
 
@@ -70,6 +73,29 @@ class LazyGroup(click.Group):
             hint = f"Did you mean '{near[0]}'?" if near else f"Commands: {', '.join(COMMANDS)}."
             ctx.fail(f"no command '{args[0]}'. {hint}")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; what the user's code raises passes click, which gives some errors a meaning of its own."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if not _is_from_users_code(error) or _is_of_lost_reader(error):
+                raise
+            from batchwright.errors import BatchwrightError
+
+            is_known = isinstance(error, ModuleNotFoundError) and error.name in _NEEDED_PACKAGES
+            if is_known or isinstance(error, BatchwrightError):
+                raise
+            raise _UsersError(error) from error
+
+
+class _UsersError(Exception):
+    """Carries what the user's code raised."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
 
 def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -139,6 +165,8 @@ def _run(args: list[str] | None) -> int:
         output = sys.stdout
         outcome: Any = group.main(args=own, prog_name="batchwright", standalone_mode=False, obj=of_target)
         sys.stdout.flush()  # here, where a reader that went away is understood
+    except _UsersError as raised:
+        return _show_users_error(raised.error)
     except click.exceptions.Exit as leaving:
         return leaving.exit_code
     except click.ClickException as error:
@@ -149,10 +177,7 @@ def _run(args: list[str] | None) -> int:
     except SystemExit as leaving:
         if sys.stdout is not output:
             return 0  # click puts another stream there when the reader of a pipe went away
-        if not _is_from_users_code(leaving):
-            raise
-        click.echo(f"Error: the code that was run called sys.exit({leaving.code!r}).", err=True)
-        return 3
+        raise
     except (click.Abort, KeyboardInterrupt) as stop:
         click.echo("Interrupted.", err=True)
         interrupt = stop.__cause__ or stop  # click's Abort stands for the interrupt itself
@@ -163,8 +188,6 @@ def _run(args: list[str] | None) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:
-        if _is_from_users_code(error):
-            return _show_users_error(error)
         # What we read is read elsewhere, with messages of its own: this is the output (a full disk).
         if error.filename is not None:
             click.echo(f"Error: {error.filename}: {error.strerror or error}.", err=True)
@@ -184,14 +207,12 @@ def _run(args: list[str] | None) -> int:
             if error.is_printed_elsewhere is not None:
                 _leave_at_once(error.exit_code)
             return error.exit_code
-        if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "numpy"):
+        if isinstance(error, ModuleNotFoundError) and error.name in _NEEDED_PACKAGES:
             click.echo(
                 f"Error: {error.name} is not installed in {sys.prefix}.\n  try: pip install {error.name}", err=True
             )
             return 2
-        if not _is_from_users_code(error):
-            return _show_own_error(error)
-        return _show_users_error(error)
+        return _show_own_error(error)
     return outcome if isinstance(outcome, int) else 0
 
 
@@ -206,8 +227,23 @@ def _leave_at_once(code: int) -> NoReturn:
 def _show_users_error(error: BaseException) -> int:
     from batchwright.users_code import users_traceback_text
 
+    if isinstance(error, SystemExit):
+        click.echo(f"Error: the code that was run called sys.exit({error.code!r}).", err=True)
+        return 3
     click.echo(users_traceback_text(error), err=True)
     return 1 if _is_out_of_memory(error) else 3
+
+
+def _is_of_lost_reader(error: BaseException) -> bool:
+    """Whether a print of the user's failed because nobody reads our output any more, which is no mistake of theirs."""
+    import select
+
+    if not isinstance(error, BrokenPipeError) or not hasattr(select, "poll"):
+        return False
+    streams = select.poll()
+    for number in (1, 2):
+        streams.register(number, 0)  # errors are told without being asked for
+    return any(event & select.POLLERR for _, event in streams.poll(0))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
