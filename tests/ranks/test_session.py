@@ -15,7 +15,9 @@ from batchwright.device.peak_bytes import PeakBytes
 from batchwright.fitting.result import Fit, MemoryLine, NextSize, Restored
 from batchwright.fitting.verdict_of_ranks import verdict_of
 from batchwright.ranks import meeting
+from batchwright.ranks.failure import RankFailure
 from batchwright.ranks.place import Place
+from batchwright.ranks.session import Session
 
 ROOT = Path(batchwright.__file__).parent
 PICKLING = {"broadcast_object_list", "gather_object", "all_gather_object", "scatter_object_list", "send_object_list"}
@@ -97,3 +99,27 @@ def test_the_verdict_names_the_rank_that_caused_it_and_not_one_that_lost_its_pee
     raised = {"error": errors.StepFailedError("Traceback of mine").to_dict()}
     with pytest.raises(errors.StepFailedError, match="rank 1 raised:\nTraceback of mine"):
         verdict_of([hung, raised])
+
+
+def test_an_interrupt_that_several_ranks_hear_is_said_by_one_with_its_rank() -> None:
+    address = meeting._open(Place(0, 2, 0, 2))
+    try:
+        ranks = [Session(Place(rank, 2), address, "interrupt", "noise") for rank in (0, 1)]
+        raised = [rank.fail(rank.fail(KeyboardInterrupt())) for rank in reversed(ranks)]
+    finally:
+        meeting._opened.pop()
+    assert [type(error) for error in raised] == [KeyboardInterrupt, KeyboardInterrupt]
+    assert [error.__notes__ for error in raised] == [["rank 1 was interrupted (noise)."]] * 2
+    assert [error.is_printed_elsewhere for error in raised] == [False, True]  # type: ignore[attr-defined]
+
+
+def test_a_launcher_that_ends_a_rank_because_another_failed_does_not_hide_why() -> None:
+    address = meeting._open(Place(0, 2, 0, 2))
+    try:
+        rank = Session(Place(0, 2), address, "cause", "noise")
+        rank.post(RankFailure(1, 1, "rank 1 hangs"))
+        raised = rank.fail(KeyboardInterrupt())
+    finally:
+        meeting._opened.pop()
+    assert isinstance(raised, errors.RankFailedError)
+    assert (str(raised), raised.exit_code, raised.is_printed_elsewhere) == ("rank 1 hangs", 1, False)

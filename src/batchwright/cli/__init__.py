@@ -153,6 +153,8 @@ def main(args: list[str] | None = None) -> NoReturn:
 class _Terminated(KeyboardInterrupt):
     """SIGTERM was received."""
 
+    exit_code = 143
+
 
 def _terminate(number: int, _: object) -> NoReturn:
     raise _Terminated
@@ -179,10 +181,15 @@ def _run(args: list[str] | None) -> int:
             return 0  # click puts another stream there when the reader of a pipe went away
         raise
     except (click.Abort, KeyboardInterrupt) as stop:
-        click.echo("Interrupted.", err=True)
         interrupt = stop.__cause__ or stop  # click's Abort stands for the interrupt itself
-        _show_notes(interrupt)
-        return 143 if isinstance(interrupt, _Terminated) else 130
+        code: int = getattr(interrupt, "exit_code", 130)
+        is_printed_elsewhere = getattr(interrupt, "is_printed_elsewhere", None)
+        if not is_printed_elsewhere:
+            click.echo("Interrupted.", err=True)
+            _show_notes(interrupt)
+        if is_printed_elsewhere is not None:
+            _leave_at_once(code)
+        return code
     except BrokenPipeError:
         # The reader went away (`| head`): not our error, and Python must not complain about it at exit either.
         sys.stderr.close()

@@ -15,7 +15,7 @@ from typing import Any
 from batchwright.errors import BatchwrightError, RankFailedError, StepFailedError, error_from_dict
 from batchwright.users_code import is_from_users_code, users_traceback_text
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 _MOST_CHARACTERS = 20_000
 
 # What gloo and NCCL raise in a rank that is well, when the other side of a collective is gone or late. Gloo: seen, with
@@ -57,6 +57,11 @@ class RankFailure:
         return RankFailure(**json.loads(text))
 
     @property
+    def is_interrupt(self) -> bool:
+        """Whether somebody ended it by a signal."""
+        return self.exit_code in (INTERRUPTED, TERMINATED)
+
+    @property
     def printed(self) -> str:
         """The message as the command prints it."""
         return self.message if self.is_users else f"Error: {self.message}"
@@ -81,7 +86,8 @@ def failure_of(error: BaseException, rank: int, where: str) -> RankFailure:
         told = error.to_dict()
         return RankFailure(rank, error.exit_code, str(error), told, is_users=isinstance(error, StepFailedError))
     if isinstance(error, KeyboardInterrupt):
-        return RankFailure(rank, INTERRUPTED, f"rank {rank} was interrupted ({where}).")
+        code: int = getattr(error, "exit_code", INTERRUPTED)  # the command's own interrupt, by SIGTERM, has another
+        return RankFailure(rank, code, f"rank {rank} was interrupted ({where}).")
     if isinstance(error, SystemExit) and is_from_users_code(error):
         problem = f"rank {rank}: the code that was run called sys.exit({error.code!r}) ({where})."
         return RankFailure(rank, 3, problem, {**StepFailedError(problem).to_dict()}, is_users=True)

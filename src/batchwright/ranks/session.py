@@ -189,16 +189,18 @@ class Session:
     def fail(self, error: BaseException) -> BaseException:
         """Make an error of this rank known to all; return what to raise."""
         self.is_raising = True
-        if isinstance(error, BatchwrightError) and error.is_printed_elsewhere is not None:
-            return error
-        if isinstance(error, KeyboardInterrupt) and self.failure is not None:
-            return error
+        if getattr(error, "is_printed_elsewhere", None) is not None:
+            return error  # known to all: it passes through one part of this session after another
         if self.failure is None and not (is_consequence(error) and self._finds_cause()):
             self.post(failure_of(error, self.rank, self.where or "at work"))
         assert self.failure is not None
-        if self.posted is not None and isinstance(error, BatchwrightError | KeyboardInterrupt):
-            if isinstance(error, BatchwrightError):
-                error.is_printed_elsewhere = False
+        if isinstance(error, KeyboardInterrupt) and self.failure.is_interrupt:
+            # It stays what it is, for whoever catches it; all ranks may hear the same Ctrl-C, and one says so.
+            error.is_printed_elsewhere = self.posted is None  # type: ignore[attr-defined]
+            error.add_note(self.failure.message)
+            return error
+        if self.posted is not None and isinstance(error, BatchwrightError):
+            error.is_printed_elsewhere = False
             return error
         return self._shared_error(self.failure)
 
