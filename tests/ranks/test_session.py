@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import threading
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,25 @@ def test_an_interrupt_that_several_ranks_hear_is_said_by_one_with_its_rank() -> 
     assert [type(error) for error in raised] == [KeyboardInterrupt, KeyboardInterrupt]
     assert [error.__notes__ for error in raised] == [["rank 1 was interrupted (noise)."]] * 2
     assert [error.is_printed_elsewhere for error in raised] == [False, True]  # type: ignore[attr-defined]
+
+
+class Terminated(KeyboardInterrupt):
+    """As the command raises it."""
+
+    exit_code = 143
+
+
+def test_sigterm_waits_for_the_word_that_another_rank_died() -> None:
+    address = meeting._open(Place(0, 2, 0, 2))
+    try:
+        rank = Session(Place(0, 2), address, "died", "noise")
+        watch = threading.Timer(0.3, lambda: rank.post(RankFailure(1, 1, "rank 1 died")))
+        watch.start()
+        raised = rank.fail(Terminated())
+        watch.join()
+    finally:
+        meeting._opened.pop()
+    assert (str(raised), type(raised)) == ("rank 1 died", errors.RankFailedError)
 
 
 def test_a_launcher_that_ends_a_rank_because_another_failed_does_not_hide_why() -> None:

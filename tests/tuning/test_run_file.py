@@ -6,6 +6,8 @@ import json
 import math
 import os
 import stat
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -138,3 +140,28 @@ def test_a_run_that_does_not_say_what_was_asked_cannot_be_resumed(tmp_path: Path
         write_run(by_hand(workload=about), tmp_path / "run.json")
         with pytest.raises(InvalidInputError, match="what was asked"):
             read_run_to_resume(tmp_path / "run.json")
+
+
+def test_a_pipe_without_another_end_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(InvalidInputError, match="nobody wrote into it"):
+        read_run_file(pipe)
+    with pytest.raises(BatchwrightError, match="cannot be written"):
+        write_run(new_run("2026-11-16"), pipe)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_run_is_read_from_a_pipe_whose_writer_is_slow(tmp_path: Path) -> None:
+    run, pipe = new_run("2026-11-16"), tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    def write_slowly() -> None:
+        with pipe.open("w") as stream:
+            time.sleep(0.2)
+            stream.write(json.dumps(run))
+
+    writer = threading.Timer(0.1, write_slowly)
+    writer.start()
+    assert read_run_file(pipe) == run
+    writer.join()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from batchwright.catalogue.gpus import names_a_card
 from batchwright.errors import BatchwrightError
-from batchwright.ranks.failure import RankFailure, failure_of, is_consequence
+from batchwright.ranks.failure import TERMINATED, RankFailure, failure_of, is_consequence
 from batchwright.ranks.meeting import Address, find_address, find_place
 from batchwright.ranks.place import Place, rank_timeout
 from batchwright.ranks.watch import Watch
@@ -191,7 +191,9 @@ class Session:
         self.is_raising = True
         if getattr(error, "is_printed_elsewhere", None) is not None:
             return error  # known to all: it passes through one part of this session after another
-        if self.failure is None and not (is_consequence(error) and self._finds_cause()):
+        # A launcher ends the others by SIGTERM when one has died, before anybody has seen it.
+        may_have_cause = is_consequence(error) or getattr(error, "exit_code", None) == TERMINATED
+        if self.failure is None and not (may_have_cause and self._finds_cause()):
             self.post(failure_of(error, self.rank, self.where or "at work"))
         assert self.failure is not None
         if isinstance(error, KeyboardInterrupt) and self.failure.is_interrupt:
@@ -205,7 +207,7 @@ class Session:
         return self._shared_error(self.failure)
 
     def _finds_cause(self) -> bool:
-        """Wait until somebody says what went wrong; here the other side of a collective was lost."""
+        """Wait until somebody says what went wrong; here the other side of a collective was lost, or SIGTERM came."""
         end = time.monotonic() + _CAUSE_SECONDS
         while self.failure is None and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
