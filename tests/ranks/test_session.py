@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from batchwright.ranks import meeting
 from batchwright.ranks.failure import RankFailure
 from batchwright.ranks.place import Place
 from batchwright.ranks.session import Session
+from batchwright.ranks.watch import Watch
 
 ROOT = Path(batchwright.__file__).parent
 PICKLING = {"broadcast_object_list", "gather_object", "all_gather_object", "scatter_object_list", "send_object_list"}
@@ -112,6 +115,27 @@ def test_an_interrupt_that_several_ranks_hear_is_said_by_one_with_its_rank() -> 
     assert [type(error) for error in raised] == [KeyboardInterrupt, KeyboardInterrupt]
     assert [error.__notes__ for error in raised] == [["rank 1 was interrupted (noise)."]] * 2
     assert [error.is_printed_elsewhere for error in raised] == [False, True]  # type: ignore[attr-defined]
+
+
+def test_a_failure_is_posted_while_the_main_thread_waits_in_its_own_connection() -> None:
+    address = meeting._open(Place(0, 2, 0, 2))
+    try:
+        rank = Session(Place(0, 2), address, "taken", "joining a group")
+        # As joining a process group does: the request holds the connection until another rank comes.
+        joining = threading.Thread(target=lambda: rank.store.wait(["nobody writes this"], timedelta(seconds=8)))
+        joining.daemon = True
+        joining.start()
+        time.sleep(0.2)
+        begun = time.monotonic()
+        watch = Watch(rank, on_failure=lambda failure: rank.has_left.set())
+        watch._end(RankFailure(1, 1, "rank 1 hangs"))
+        assert time.monotonic() - begun < 5
+        address.connect("taken").set("nobody writes this", "1")
+        joining.join()
+    finally:
+        meeting._opened.pop()
+    assert rank.failure is not None
+    assert rank.failure.message == "rank 1 hangs"
 
 
 class Terminated(KeyboardInterrupt):

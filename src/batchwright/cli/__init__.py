@@ -176,7 +176,7 @@ def _run(args: list[str] | None) -> int:
         if of_target and isinstance(error, click.MissingParameter):
             click.echo("  try: a target before --, as in train.py:workload -- --layers 4", err=True)
         return error.exit_code
-    except SystemExit as leaving:
+    except SystemExit:
         if sys.stdout is not output:
             return 0  # click puts another stream there when the reader of a pipe went away
         raise

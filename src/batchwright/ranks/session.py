@@ -164,11 +164,14 @@ class Session:
             time.sleep(_POLL_SECONDS)
         return False
 
-    def post(self, failure: RankFailure) -> bool:
-        """Write down a failure; return whether it is the first, and so the one that this rank prints."""
+    def post(self, failure: RankFailure, store: Any = None) -> bool:
+        """Write down a failure; return whether it is the first, and so the one that this rank prints.
+
+        Another thread hands in a connection of its own: while this one joins a process group, its own is taken.
+        """
         text = replace(failure, printed_by=self.rank).pack()
         try:
-            first: bytes = self.store.compare_set("failure", "", text)
+            first: bytes = (store or self.store).compare_set("failure", "", text)
         except RuntimeError:
             # Nobody can be asked who prints: the first rank that can still be there does.
             first = text.encode()

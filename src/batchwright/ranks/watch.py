@@ -268,7 +268,7 @@ class Watch(threading.Thread):
         """Make a failure known, and give the main thread time to leave; where it does not, end the process."""
         session = self._session
         if session.failure is None:
-            session.post(failure)
+            session.post(failure, self._store)
         first = session.failure or failure
         if self._on_failure is not None:
             self._on_failure(first)
