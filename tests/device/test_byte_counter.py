@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchwright.device.byte_counter import ByteCounter
 from batchwright.device.host import HostDevice
+from batchwright.memory.asked_kernels import record_allocations
 from tests.device.workloads import make_linear, make_mlp, make_transformer, run_probe
 
 if TYPE_CHECKING:
@@ -47,8 +50,20 @@ def test_counted_peak_equals_the_profilers(make: Callable[[], Workload], micro_b
     assert outcome.peak_bytes.allocated == pytest.approx(oracle, rel=1e-3)
 
 
-def test_memory_inside_an_operator_is_not_counted() -> None:
-    # The known gap: oneDNN's LSTM takes memory inside one operator. Counted is never more than what was taken.
+class LargestScratch(TorchDispatchMode):
+    """Ask every kernel of a step how far it rises above what it returns, and keep the most."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results: list[Any] = []
+        events = record_allocations(lambda: results.append(func(*args, **(kwargs or {}))))
+        self.num_bytes = max(self.num_bytes, max(accumulate(events), default=0) - sum(events))
+        return results[0]
+
+
+def test_memory_inside_an_operator_is_all_that_is_not_counted() -> None:
+    # The known gap: oneDNN's LSTM takes memory inside one operator, how much differs by processor and by version.
     class Lstm(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -63,7 +78,9 @@ def test_memory_inside_an_operator_is_not_counted() -> None:
     peak = HostDevice().probe(workload, 64).peak_bytes
     assert peak is not None
     assert peak.allocated is not None
-    assert 0.75 * oracle < peak.allocated <= 1.001 * oracle
+    with LargestScratch() as scratch:
+        run_probe(workload, 64, device=torch.device("cpu"))
+    assert 0.999 * oracle - scratch.num_bytes <= peak.allocated <= 1.001 * oracle
 
 
 def test_views_share_and_death_is_noticed() -> None:

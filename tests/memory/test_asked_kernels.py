@@ -220,9 +220,9 @@ class FusedAttends(Attends):
 
 
 class Remembers(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.layer = nn.LSTM(64, 48, batch_first=True)
+        self.layer = nn.LSTM(64, 48, batch_first=True, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.layer(x)[0]
@@ -255,6 +255,11 @@ class TestTheWholeStep:
         # The workspace of an LSTM is rounded up to pages.
         allowed = {"rel": 0.002} if name == "lstm" else {"abs": 2 * FEW_BYTES}
         assert predicted(workload, 4) == pytest.approx(really(workload, 4), **allowed)
+
+    def test_of_an_lstm_without_biases_peaks_where_the_real_one_does(self) -> None:
+        # torch 2.10 has other types and shapes for the gradients of a fake layer than for those of a real one.
+        workload = make_workload("lstm", BF16, model=lambda: Remembers(bias=False, bidirectional=True).to(BF16))
+        assert predicted(workload, 4) == pytest.approx(really(workload, 4), rel=0.002)
 
     def test_with_a_gradient_expanded_from_one_number_peaks_where_the_real_one_does(self) -> None:
         workload = make_workload("mlp", torch.float32, loss=lambda model, batch: model(batch).sum())

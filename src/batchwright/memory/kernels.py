@@ -14,7 +14,7 @@ import torch
 from batchwright.device.moments import Moment, around
 from batchwright.memory.asked_kernels import allocations_of, can_be_asked, never_freed
 from batchwright.memory.attention_kernel import held_while_running
-from batchwright.memory.recurrent import layer_with_workspace
+from batchwright.memory.recurrent import gradients_of_layer, layer_with_workspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -75,18 +75,26 @@ def _loss_of_logits(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
 
 
 def _with_outputs(allocations: Sequence[int], outputs: Sequence[torch.Tensor]) -> list[Moment]:
-    """Put each output where the kernel allocated as much and did not free it."""
-    kept = never_freed(allocations)
+    """Put each output where the kernel allocated as much and did not free it.
+
+    One that no allocation equals (a workspace in pages, extended) takes the first that is left over.
+    """
+    kept = sorted(never_freed(allocations))
     waiting = list(outputs)
-    moments = []
-    for position, num_bytes in enumerate(allocations):
-        if position in kept:
-            output = next((t for t in waiting if t.untyped_storage().nbytes() == num_bytes), None)
-            if output is not None:
-                waiting = [t for t in waiting if t is not output]
-                moments.append(Moment(output=output))
-        else:
-            moments.append(Moment(num_bytes))
+    placed: dict[int, torch.Tensor] = {}
+    for position in kept:
+        same = (i for i, t in enumerate(waiting) if t.untyped_storage().nbytes() == allocations[position])
+        index = next(same, None)
+        if index is not None:
+            placed[position] = waiting.pop(index)
+    for position in kept:
+        if position not in placed and waiting:
+            placed[position] = waiting.pop(0)
+    moments = [
+        Moment(output=placed[position]) if position in placed else Moment(num_bytes)
+        for position, num_bytes in enumerate(allocations)
+        if position in placed or position not in kept
+    ]
     return moments + [Moment(output=tensor) for tensor in waiting]
 
 
@@ -109,4 +117,5 @@ def _grouped_mm(
 SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     _aten._grouped_mm.default: _grouped_mm,
     _aten.mkldnn_rnn_layer.default: layer_with_workspace,
+    _aten.mkldnn_rnn_layer_backward.default: gradients_of_layer,
 }
