@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from batchwright.errors import UnsupportedTorchError
 from batchwright.torch_names import check_torch, has_name
 
 ROOT = Path(batchwright.__file__).parent
+PROJECT = Path(__file__).parents[1]
 
 
 def dotted(node: ast.AST) -> str:
@@ -51,3 +54,27 @@ def test_a_torch_without_one_of_them_is_refused_by_its_version_and_the_name(monk
     monkeypatch.setitem(torch_names.NEEDED, "utils.no_such_module.function", "simulated cards")
     with pytest.raises(UnsupportedTorchError, match=r"torch \S+ lacks .*\n.*no_such_module.function, for simulated"):
         check_torch.__wrapped__()
+
+
+def test_the_range_is_the_same_wherever_it_is_written() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    oldest = torch_names.OLDEST.removesuffix(".0")
+    assert f"torch>={oldest}" in project["dependencies"]
+    python = project["requires-python"].removeprefix(">=")
+    assert f"Python {python} or newer, torch {oldest} or newer" in (PROJECT / "README.md").read_text()
+    assert f"Python {python} 或更新的版本、torch {oldest} 或更新的版本" in (PROJECT / "README.zh.md").read_text()
+    limits = (PROJECT / "docs" / "limits.md").read_text()
+    assert f"torch {oldest} and newer, Python {python} and newer" in limits
+    assert f"torch=={torch_names.OLDEST} " in (PROJECT / "Makefile").read_text()
+    pinned = re.search(r"^torch==(\S+)$", (PROJECT / "constraints.txt").read_text(), re.M)
+    assert pinned is not None
+    for version in (torch_names.OLDEST, pinned[1], torch_names.NEWEST):
+        assert version in limits
+
+
+def test_the_pythons_of_the_classifiers_are_those_that_were_run() -> None:
+    classifiers = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["classifiers"]
+    limits = (PROJECT / "docs" / "limits.md").read_text()
+    versions = [line.rpartition(" ")[2] for line in classifiers if re.search(r":: 3\.\d+$", line)]
+    assert versions
+    assert [version for version in versions if not re.search(rf"Python {re.escape(version)}\.\d+", limits)] == []

@@ -90,8 +90,9 @@ class TestThePeakIsTheRealOne:
                 return mean_square(model, batch)
 
         workload = make_mlp(loss=loss)
-        assert predicted(workload, 512) == pytest.approx(really(workload, 512), abs=FEW_BYTES)
-        assert predicted(workload, 512) < predicted(make_mlp(), 512)
+        assert predicted(workload, 500) == pytest.approx(really(workload, 500), abs=FEW_BYTES)
+        # Not the peaks: what bf16 saves, a processor's kernels may take as scratch.
+        assert {block.num_bytes for block in blocks_of(workload, 500) if block.shape == (500, 512)} == {500 * 512 * 2}
 
     @pytest.mark.parametrize(
         "changes",
@@ -114,8 +115,9 @@ class TestThePeakIsTheRealOne:
             return mean_square(lambda x: checkpoint(model, x, use_reentrant=use_reentrant), batch.requires_grad_())  # type: ignore[arg-type]
 
         workload = make_mlp(loss=loss)
-        # Each checkpoint keeps the state of the random generator, 5,056 bytes, of which a fake run knows nothing.
-        assert predicted(workload, 512) == pytest.approx(really(workload, 512), abs=5056 + FEW_BYTES)
+        # Each checkpoint keeps the state of the random generator, of which a fake run knows nothing.
+        kept = torch.get_rng_state().nbytes
+        assert predicted(workload, 512) == pytest.approx(really(workload, 512), abs=kept + FEW_BYTES)
 
 
 class TestParts:
