@@ -51,26 +51,26 @@ tests: $(VENV)/.ready-to-test
 test-all: test
 	$(PYTEST) -m slow
 
-# The ends of the range that pyproject.toml declares, each in an environment of its own: no constraints, and of the
-# frameworks none, so the tests that import one are left out (tests/conftest.py). Another Python: make PYTHON=... test-newest
-# The core is what leans on torch most: private names, kernels, patches, hooks, and the state of models and optimizers.
+# The ends of the range that pyproject.toml declares, each in an environment of its own, without constraints. The core is
+# what leans on torch most (private names, kernels, patches, hooks, the state of models and optimizers) and imports no
+# framework, as these environments have none. Another Python: make PYTHON=... test-newest
 CORE := tests/test_torch_names.py \
-  $(addprefix tests/device/test_, batches.py byte_counter.py step.py) \
+  $(addprefix tests/device/test_, byte_counter.py step.py) \
   $(addprefix tests/memory/test_, asked_kernels.py attention_kernel.py engine_adds.py host_batches.py kernels.py on_card.py \
     outside_tensors.py trace.py) \
   $(addprefix tests/simulated/test_, attention.py autocast.py redirected_calls.py simulated_card.py torch_patches.py) \
   $(addprefix tests/state/test_, kept_state.py untouched.py) \
   $(addprefix tests/accumulate/test_, micro_batches.py precise.py step.py weights.py) \
-  $(addprefix tests/noise/test_, example_norms.py halves.py own_loop.py)
+  $(addprefix tests/noise/test_, halves.py own_loop.py)
 CORE_TOOLS := pytest pytest-xdist hypothesis
 FLOOR := torch==2.10.0 numpy==1.26.0 click==8.1.7 rich==13.7.0
 NEWEST := torch numpy click rich pyyaml
 
 test-floor: .venv-floor/.ready
-	BATCHWRIGHT_TESTS=core OMP_NUM_THREADS=1 .venv-floor/bin/python -m pytest -n 2 -m "not slow" $(CORE)
+	OMP_NUM_THREADS=1 .venv-floor/bin/python -m pytest -n 2 -m "not slow" $(CORE)
 
 test-newest: .venv-newest/.ready
-	BATCHWRIGHT_TESTS=core OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n 2 -m "not slow" $(CORE)
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n 2 -m "not slow" $(CORE)
 
 .venv-floor/.ready: PACKAGES = $(FLOOR)
 .venv-newest/.ready: PACKAGES = --upgrade $(NEWEST)

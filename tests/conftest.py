@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import os
-import re
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
@@ -13,20 +10,6 @@ from tests.slow import SLOW
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
-
-
-FRAMEWORKS = (
-    r"^ *(?:import|from) (transformers|accelerate|peft|yaml|lightning|deepspeed|bitsandbytes|matplotlib|tensorboard)\b"
-)
-
-
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out what imports a framework that is not there, for `make test-floor` and `make test-newest` alone."""
-    if os.environ.get("BATCHWRIGHT_TESTS") != "core" or collection_path.suffix != ".py":
-        return None
-    names = re.findall(FRAMEWORKS, collection_path.read_text(), re.MULTILINE)
-    return True if any(find_spec(name) is None for name in names) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -53,7 +53,9 @@ def test_counted_peak_equals_the_profilers(make: Callable[[], Workload], micro_b
 class LargestScratch(TorchDispatchMode):
     """Ask every kernel of a step how far it rises above what it returns, and keep the most."""
 
-    num_bytes = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results: list[Any] = []
