@@ -86,6 +86,10 @@ def test_a_step_that_indexes_with_a_list_trains() -> None:
         lambda tensor: tensor[0.5],
         lambda tensor: tensor[[0], [0], [0]],
         lambda tensor: tensor[:, [[0, 1], [2]]],
+        lambda tensor: tensor[:, [COLUMNS]],
+        lambda tensor: tensor[[-ROWS - 1]],
+        lambda tensor: tensor[[True, False, True, False], [0, COLUMNS]],
+        lambda tensor: tensor.__setitem__((slice(None), [COLUMNS]), 0),
     ],
 )
 def test_what_the_cpu_refuses_is_refused_alike(refused: Callable[[torch.Tensor], Any]) -> None:

@@ -4,6 +4,7 @@ The values of a batch are known, so masks over labels, what is unique in them, l
 that they have in a run.
 
 Promises:
+- a position that is known to lie outside raises IndexError, as in a run;
 - nothing is guessed: where a value is not known, the operator is left to fail by its name;
 - the one exception is said: a CTC loss whose target lengths are unknown is given the longest that its targets allow.
 """
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from batchwright.memory.known_values import KnownValues
 
 _aten = torch.ops.aten
+_MASKS = (torch.bool, torch.uint8)
 _TAKES_MASKS = {
     _aten.index.Tensor,
     _aten.index_put.default,
@@ -49,6 +51,7 @@ def answer(
     if func is _aten.masked_select.default:
         return _masked_select(values, *args)
     if func in _TAKES_MASKS:
+        _check_indices(values, args[0].shape, args[1])
         indices = _without_masks(values, args[0], args[1])
         return None if indices is None else func(args[0], indices, *args[2:], **kwargs)
     if torch.Tag.dynamic_output_shape not in func.tags:
@@ -68,15 +71,31 @@ def answer(
     return tree_map(fake, real)
 
 
+def _check_indices(values: KnownValues, shape: Sequence[int], indices: Sequence[Any]) -> None:
+    """Raise what the CPU raises where a position that is known lies outside; CUDA would end in an assertion."""
+    dimension = 0
+    for index in indices:
+        is_mask = index is not None and index.dtype in _MASKS
+        real = None if index is None or is_mask else values.real(index)
+        if real is not None and real.numel() and dimension < len(shape):
+            size = shape[dimension]
+            with unset_fake_temporarily():
+                lowest, highest = (int(bound) for bound in real.aminmax())
+            if lowest < -size or highest >= size:
+                outside = highest if highest >= size else lowest
+                raise IndexError(f"index {outside} is out of bounds for dimension {dimension} with size {size}")
+        dimension += index.dim() if is_mask else 1
+
+
 def _without_masks(values: KnownValues, indexed: torch.Tensor, indices: Sequence[Any]) -> list[Any] | None:
     """Return indices with the positions that each mask selects; None where there is no mask, or one is not known."""
-    masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    masks = [index for index in indices if index is not None and index.dtype in _MASKS]
     if not masks or not any(isinstance(tensor, FakeTensor) for tensor in (indexed, *masks)):
         return None
     shape = indexed.shape
     positions: list[Any] = []
     for index in indices:
-        if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
+        if not isinstance(index, torch.Tensor) or index.dtype not in _MASKS:
             positions.append(index)
             continue
         start = len(positions)  # each position and each plain index stands for one dimension
