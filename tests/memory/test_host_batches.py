@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,11 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import batchwright as bw
+from batchwright.catalogue.gpus import find_card
 from batchwright.errors import CannotTraceError
 from batchwright.memory import host_batches
+from batchwright.memory.known_values import KnownValues
 from batchwright.memory.tracing import trace_workload
+from batchwright.simulated.simulated_card import SimulatedCard
 from tests.memory.test_trace import FEW_BYTES, blocks_of, num_bytes, predicted, really
 
 if TYPE_CHECKING:
@@ -76,6 +81,49 @@ def test_a_batch(name: str, on: str) -> None:
     plain = bw.estimate(make(loss=mean_square, batch=lambda n: torch.randn(n, 8)), micro_batch=16, on=on)
     assert found.peak_bytes == plain.peak_bytes
     assert found.notes == ()
+
+
+class Pair:
+    """A batch that is an object of the user's own."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.parts = {"x": x}
+
+    def to(self, device: torch.device) -> Pair:
+        return Pair(self.parts["x"].to(device))
+
+
+@pytest.mark.parametrize("on", ["cpu", "t4-16gb"])
+def test_a_batch_may_be_an_object_that_holds_tensors(on: str) -> None:
+    inside = make(batch=lambda n: Pair(torch.randn(n, 8)), loss=lambda model, b: mean_square(model, b.parts["x"]))
+    found = bw.estimate(inside, micro_batch=16, on=on)
+    plain = bw.estimate(make(loss=mean_square, batch=lambda n: torch.randn(n, 8)), micro_batch=16, on=on)
+    assert found.peak_bytes == plain.peak_bytes
+    assert found.notes == ()
+
+
+def test_such_an_object_may_lead_back_to_itself_and_stays_as_it_is() -> None:
+    batch = SimpleNamespace(x=torch.randn(4, 8))
+    batch.whole = batch
+    with FakeTensorMode():
+        twin = host_batches.without_memory(batch, KnownValues())
+    assert twin.whole is twin
+    assert isinstance(twin.x, FakeTensor)
+    assert type(batch.x) is torch.Tensor
+
+
+def test_a_batch_on_a_card_may_ask_for_an_estimate_on_a_card() -> None:
+    plain = make(loss=mean_square, batch=lambda n: torch.randn(n, 8))
+    expected, inside = bw.estimate(plain, micro_batch=16, on="t4-16gb").peak_bytes, []
+
+    def batch(n: int) -> torch.Tensor:
+        inside.append(bw.estimate(plain, micro_batch=16, on="t4-16gb").peak_bytes)
+        return torch.randn(n, 8)
+
+    outside = trace_workload(make(loss=mean_square, batch=batch), 16, card=SimulatedCard(find_card("t4-16gb")))
+    assert outside.peaks is not None
+    assert outside.peaks.allocated == expected.allocated
+    assert set(inside) == {expected}
 
 
 READS: dict[str, Callable[[Any, Any], Any]] = {

@@ -6,6 +6,7 @@ is made fake, and its values stay known to the trace.
 Promises:
 - a batch that names the card (`device="cuda"`) is made on the host and counted on the card;
 - tensors that share a storage share one in the trace;
+- a batch may be an object with tensors as attributes;
 - a batch too large to be made for real in passing is made without memory, as the step is; so is one that fails for
   real but not so. What fails both ways raises what it raises for real.
 """
@@ -19,13 +20,15 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from batchwright.device.batches import make_batch, tensors_in
+from batchwright.device.batches import make_batch
 from batchwright.errors import InvalidInputError
 from batchwright.simulated.redirected_calls import RedirectedCalls
+from batchwright.state.kept_state import is_users_object
 from batchwright.state.random_state import kept_random_state
 
 if TYPE_CHECKING:
@@ -76,7 +79,7 @@ class HostBatches:
                     two = make_real_batch(self._workload, 2, shape)
             except Exception:
                 return 0
-            self._bytes_of_two = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(two))
+            self._bytes_of_two = sum(tensor.numel() * tensor.element_size() for tensor in _tensors_of(two))
         return self._bytes_of_two * micro_batch // 2
 
 
@@ -96,7 +99,7 @@ def _outside_of_traces() -> Iterator[None]:
 def without_memory(batch: Any, values: KnownValues) -> Any:
     """Return a real batch with fake tensors in place of real ones, their values known."""
     by_storage: dict[int, list[torch.Tensor]] = {}
-    for tensor in tensors_in(batch):
+    for tensor in _tensors_of(batch):
         if _is_plain(tensor):
             by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
     fakes: dict[int, torch.Tensor] = {}
@@ -137,8 +140,27 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
-def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _tensors_of(batch: Any) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    _mapped(batch, note)
+    return tensors
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a batch, or a part of it, is an object with tensors as attributes, as in torch_geometric."""
+    if not hasattr(value, "__dict__") or isinstance(value, type | nn.Module):
+        return False
+    return is_users_object(value) or callable(getattr(value, "to", None))
+
+
+def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor], twins: dict[int, Any] | None = None) -> Any:
     """Return the batch with every tensor in it changed; the user's own objects stay as they are."""
+    twins = {} if twins is None else twins  # of objects, which may lead back to themselves
 
     def leaf(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -149,13 +171,19 @@ def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         if isinstance(value, MutableMapping):
             mapping = copy.copy(value)
             for key in list(value):
-                mapping[key] = _mapped(value[key], change)
+                mapping[key] = _mapped(value[key], change, twins)
             return mapping
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             twin: Any = copy.copy(value)
             for field in dataclasses.fields(value):
-                object.__setattr__(twin, field.name, _mapped(getattr(value, field.name), change))
+                object.__setattr__(twin, field.name, _mapped(getattr(value, field.name), change, twins))
             return twin
+        if _is_object(value):
+            if id(value) not in twins:
+                twin = twins[id(value)] = copy.copy(value)
+                for name, part in vars(value).items():
+                    vars(twin)[name] = _mapped(part, change, twins)
+            return twins[id(value)]
         return value
 
     return tree_map(leaf, batch, is_leaf=lambda value: isinstance(value, PackedSequence))

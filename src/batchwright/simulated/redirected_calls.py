@@ -86,7 +86,9 @@ class RedirectedCalls(TorchFunctionMode):
     def _led(self, value: Any) -> Any:
         if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
             value = torch.device(value)
-        if not isinstance(value, torch.device) or value.type not in _GPU:
+        # On the host no tensor is on the simulated device, unless another simulated run goes on in here.
+        led = ("cuda",) if self.target.type == "cpu" else _GPU
+        if not isinstance(value, torch.device) or value.type not in led:
             return value
         refuse_other_cards(value.index)
         return self.target

@@ -64,6 +64,8 @@ class _InOrder:
 
 
 _Generator: Any = torch.Generator
+# Looked up here: where one run is inside another, what stands in the class is no property.
+_TRUE_DEVICE: Any = vars(FakeTensor)["device"]
 
 
 class _GeneratorOnHost(_Generator):  # type: ignore[misc]
@@ -153,8 +155,7 @@ def answering_for(card: Card, allocator: CachingAllocator) -> Iterator[Patch]:
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         module: Any = import_module(name)
         yield Patch(module, "_foreach_supported_types", [*module._foreach_supported_types, FakeTensor])
-    true_device: Any = vars(FakeTensor)["device"]
-    yield Patch(FakeTensor, "device", property(seen_device(true_device.fget)))
+    yield Patch(FakeTensor, "device", property(seen_device(_TRUE_DEVICE.fget)))
     yield Patch(torch.nn.DataParallel, "forward", _on_the_one_card)
     yield from old_types()
 
