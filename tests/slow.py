@@ -4,6 +4,8 @@ shorter test beside it already shows."""
 from __future__ import annotations
 
 SLOW = (
+    "tests/ranks/test_faults.py::test_noise_ends_on_all_ranks[hang]",
+    "tests/ranks/test_faults.py::test_a_hung_leader_and_a_hung_probe_end_fit_on_all[1-1]",
     "tests/ranks/test_faults.py::test_noise_ends_on_all_ranks[SIGKILL]",
     "tests/ranks/test_faults.py::test_noise_ends_on_all_ranks[out of memory]",
     "tests/ranks/test_faults.py::test_noise_ends_on_all_ranks[extra collective]",
