@@ -40,10 +40,9 @@ class Interrupt:
         self.num_delivered = 0
 
     def __call__(self, number: int, frame: Any) -> None:
-        """Interrupt, once."""
+        """Interrupt."""
         if self.is_armed:
             self.num_delivered += 1
-            self.is_armed = False
             raise KeyboardInterrupt
 
 

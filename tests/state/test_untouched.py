@@ -12,6 +12,8 @@ import random
 import signal
 import sys
 import threading
+import time
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -358,6 +360,21 @@ class TestInterrupts:
         with pytest.raises(KeyboardInterrupt), untouched(work):
             model.weight.data.zero_()
         assert torch.equal(model.weight, before)
+
+    def test_one_that_python_drops_comes_again(self) -> None:
+        things = [nn.Linear(2, 1)]
+        hook = sys.unraisablehook
+        reference = weakref.ref(things[0], lambda _: signal.raise_signal(signal.SIGINT))
+
+        def drop_one_and_go_on() -> None:
+            with untouched():
+                things.clear()
+                time.sleep(10)
+
+        with pytest.raises(KeyboardInterrupt):
+            drop_one_and_go_on()
+        assert reference() is None
+        assert sys.unraisablehook is hook
 
     @pytest.fixture
     def handler(self) -> Iterator[list[int]]:

@@ -6,6 +6,8 @@ Python delivers a signal between any two instructions, also on the way into a `w
 Promises:
 - an interrupt in the user's code or in torch's is delivered at once, by the handler that was there before;
 - one that arrives while things are put back, or a context is entered or left, is delivered right after;
+- one that Python drops, as it does with what is raised in a destructor or in a callback of a weak reference, comes
+  again;
 - at the fifth one waiting ends, whatever is going on;
 - handlers are put back.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import _thread
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -62,6 +65,27 @@ class Interrupts:
                 self.deliver()
             finally:
                 self._handlers = {}
+
+    @contextmanager
+    def coming_again(self) -> Iterator[None]:
+        """Have an interrupt come again that was raised where Python only prints exceptions."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = sys.unraisablehook
+
+        def hook(dropped: Any) -> None:
+            if not issubclass(dropped.exc_type, KeyboardInterrupt):
+                before(dropped)
+            elif self._pending is None:
+                self._pending = signal.SIGINT
+                _thread.start_new_thread(self._try_again, ())
+
+        try:
+            sys.unraisablehook = hook
+            yield
+        finally:
+            sys.unraisablehook = before
 
     @contextmanager
     def held(self) -> Iterator[None]:

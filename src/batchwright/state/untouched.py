@@ -165,7 +165,7 @@ def untouched(
         finally:
             outer.restore()
         return
-    with _ONE_AT_A_TIME, INTERRUPTS.waiting_where_needed(sys._getframe(2)):
+    with _ONE_AT_A_TIME, INTERRUPTS.waiting_where_needed(sys._getframe(2)), INTERRUPTS.coming_again():
         keep = Keep(work, objects=objects, accelerator=accelerator, is_traced=is_traced)
         token = _ACTIVE.set(keep)
         try:
