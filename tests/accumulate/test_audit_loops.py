@@ -637,6 +637,13 @@ def test_gradients_that_are_never_zeroed_are_a_condition_that_is_named() -> None
     assert found.to_dict()["condition"]["name"] == "gradients not zeroed"
     assert any("not zeroed" in note for note in found.notes)
 
+    def twice_as_long(model: Any, optimizer: Any, batches: Sequence[Batch]) -> None:
+        add_up(model, [*batches, *batches])
+        add_up(model, [*batches, *batches])
+        optimizer.step()
+
+    assert "if zeroed" not in str(audit(twice_as_long))
+
 
 class TestARandomLoss:
     """Nothing is named where draws can explain the difference."""

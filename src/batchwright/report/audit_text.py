@@ -67,8 +67,8 @@ def audit_columns(audit: Audit) -> Columns:
 
 
 def _second_window(audit: Audit) -> list[SplitAudit]:
-    """A row for the second window, where it is right under a condition only."""
-    if audit.condition is None or audit.second_window is None:
+    """A row for the second window, where nothing but zeroing is missing: its figures are beside the first."""
+    if audit.condition is None or audit.second_window is None or not audit.has_exact_gradient:
         return []
     ratio, error = audit.second_window
     cause = audit.condition.name
