@@ -61,7 +61,8 @@ def drive(command: str) -> None:
     torch.set_num_threads(1)
     set_fault(NONE)
     # A collection of all that torch's modules made takes longer than the rest.
-    gc.collect(), gc.freeze()
+    gc.collect()
+    gc.freeze()
     interrupt = Interrupt()
     signal.signal(signal.SIGINT, interrupt)
     there: set[str] = set()
@@ -105,7 +106,9 @@ def drive(command: str) -> None:
 
 def interrupt_often(command: str, times: int, seed: int) -> list[dict[str, Any]]:
     """Return what was seen at each interrupt that came while somebody asked."""
-    draws, results, durations = random.Random(seed), [], []
+    draws = random.Random(seed)
+    results: list[Any] = []
+    durations: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         driver = subprocess.Popen(
             [sys.executable, os.path.abspath(__file__), "--drive", command],

@@ -115,7 +115,8 @@ class Judge:
         elif isinstance(value, types.MethodType):
             inner(".__self__", value.__self__)
         elif isinstance(value, functools.partial):
-            inner(".func", value.func), inner(".args", value.args), inner(".keywords", value.keywords)
+            for name in ("func", "args", "keywords"):
+                inner(f".{name}", getattr(value, name))
         elif not isinstance(value, type | types.ModuleType | torch.dtype | torch.device):
             self._add_object(found, path, value, inner)
 

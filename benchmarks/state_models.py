@@ -42,7 +42,7 @@ def odd(name: str) -> Callable[[Callable[[], Scene]], Callable[[], Scene]]:
     return add
 
 
-def random_batch(n: int) -> torch.Tensor:
+def random_batch(n: int) -> Any:
     state_faults.at("batch")
     return torch.randn(n, WIDTH) + random.random() + float(np.random.rand())
 
@@ -58,7 +58,7 @@ class Scene:
 
 
 def make_loss(extra: Any) -> Callable[[Any, Any], torch.Tensor]:
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def loss(model: Any, batch: torch.Tensor) -> Any:
         output = model(batch)
         if output.is_complex():
             output = torch.view_as_real(output)
@@ -71,7 +71,7 @@ def make_loss(extra: Any) -> Callable[[Any, Any], torch.Tensor]:
 
 
 def scene(
-    model: nn.Module,
+    model: Any,
     extra: Any = None,
     *,
     loss: Any = None,
@@ -130,7 +130,7 @@ def count(number: torch.Tensor) -> None:
     number.add_(1)
 
 
-def net(*layers: nn.Module) -> nn.Sequential:
+def net(*layers: nn.Module) -> Any:
     return nn.Sequential(nn.Linear(WIDTH, HIDDEN), *layers, nn.Linear(HIDDEN, 2))
 
 
@@ -158,7 +158,7 @@ def _() -> Scene:
 def _() -> Scene:
     average = {"weight": torch.zeros(HIDDEN, WIDTH)}
 
-    def extra(model: nn.Module, batch: torch.Tensor, output: torch.Tensor) -> None:
+    def extra(model: Any, batch: torch.Tensor, output: torch.Tensor) -> None:
         average["weight"] = average["weight"].lerp(model[0].weight.detach().cpu(), 0.1)
 
     made = scene(net(), extra, builds_optimizer=True, watched={"average": average})
@@ -176,7 +176,7 @@ def _() -> Scene:
             self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
             self.second.weight = self.first.weight
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             return self.second(torch.relu(self.first(x)))
 
     return scene(Tied())
@@ -213,7 +213,7 @@ def _() -> Scene:
             super().__init__()
             self.layer, self.lock, self.local = nn.Linear(WIDTH, 2), threading.Lock(), threading.local()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             with self.lock:
                 return self.layer(x)
 
@@ -238,10 +238,10 @@ def _() -> Scene:
             super().__init__()
             self.table = nn.Embedding(9, 3, sparse=True)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             return self.table(x)
 
-    def tokens(n: int) -> torch.Tensor:
+    def tokens(n: int) -> Any:
         state_faults.at("batch")
         return torch.randint(0, 9, (n, 2))
 
@@ -293,7 +293,7 @@ def _() -> Scene:
             super().__init__()
             self.weight = nn.Parameter(torch.randn(WIDTH, 2, dtype=torch.complex64))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             return x.to(torch.complex64) @ self.weight
 
     return scene(Waves())
@@ -347,7 +347,7 @@ def _() -> Scene:
     model = net()
     average = torch.optim.swa_utils.AveragedModel(model)
 
-    def extra(model: nn.Module, *_: Any) -> None:
+    def extra(model: Any, *_: Any) -> None:
         average.update_parameters(model)
 
     return scene(model, extra, watched={"average": average})
@@ -358,7 +358,7 @@ def _() -> Scene:
     model = net()
     average = {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    def extra(model: nn.Module, *_: Any) -> None:
+    def extra(model: Any, *_: Any) -> None:
         for name, parameter in model.named_parameters():
             average[name].lerp_(parameter.detach().cpu(), 0.1)
         average.setdefault("steps", torch.zeros(())).add_(1)
@@ -429,8 +429,12 @@ def _() -> Scene:
     seen = torch.zeros(2)
 
     def groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        parts: list[Any] = [
+            {"params": parameters[:2], "lr": torch.tensor(0.1)},
+            {"params": parameters[2:], "name": "head"},
+        ]
         made = torch.optim.Adam(
-            [{"params": parameters[:2], "lr": torch.tensor(0.1)}, {"params": parameters[2:], "name": "head"}],
+            parts,
             foreach=False,
             capturable=False,
         )
@@ -475,7 +479,7 @@ def _() -> Scene:
 def _() -> Scene:
     model = net(nn.ReLU())
 
-    def extra(model: nn.Module, *_: Any) -> None:
+    def extra(model: Any, *_: Any) -> None:
         model[0].register_forward_hook(lambda *_: None)
         model[1].register_full_backward_hook(lambda *_: None)
         model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
@@ -500,7 +504,7 @@ class Slotted:
 def _() -> Scene:
     slotted = Slotted()
 
-    def extra(model: nn.Module, batch: torch.Tensor, output: torch.Tensor) -> None:
+    def extra(model: Any, batch: torch.Tensor, output: torch.Tensor) -> None:
         slotted.total.add_(1)
         slotted.latest = torch.ones(2)
 
@@ -521,7 +525,7 @@ def _() -> Scene:
                 raise AttributeError(name)
             super().__setattr__(name, value)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             self.num_forwards += 1
             self.latest = self.layer(x)
             self.largest = self.latest.detach().abs().max()
@@ -540,14 +544,15 @@ def _() -> Scene:
 @odd("gradients of one half only")
 def _() -> Scene:
     made = scene(net(nn.ReLU()))
-    made.workload.model[0].weight.grad = None
-    made.workload.model[2].weight.grad = torch.randn(HIDDEN, 2).t()
+    model: Any = made.workload.model
+    model[0].weight.grad = None
+    model[2].weight.grad = torch.randn(HIDDEN, 2).t()
     return made
 
 
 @odd("half precision")
 def _() -> Scene:
-    def halves(n: int) -> torch.Tensor:
+    def halves(n: int) -> Any:
         return random_batch(n).bfloat16()
 
     return scene(net(nn.ReLU()).bfloat16(), batch=halves)
@@ -555,7 +560,7 @@ def _() -> Scene:
 
 @odd("double precision")
 def _() -> Scene:
-    def doubles(n: int) -> torch.Tensor:
+    def doubles(n: int) -> Any:
         return random_batch(n).double()
 
     return scene(net(nn.Tanh()).double(), batch=doubles)
@@ -570,7 +575,7 @@ def _() -> Scene:
             self.cache: dict[str, Any] = {}
             self.history = deque([torch.zeros(1)], maxlen=3)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             output = self.layer(x)
             self.cache[f"size {len(x)}"] = output
             self.history.append(output.detach().mean())
@@ -583,7 +588,7 @@ def _() -> Scene:
 def _() -> Scene:
     replay: list[Any] = []
 
-    def extra(model: nn.Module, batch: torch.Tensor, output: torch.Tensor) -> None:
+    def extra(model: Any, batch: torch.Tensor, output: torch.Tensor) -> None:
         replay.append((batch[0].detach().clone(), float(len(batch))))
         del replay[:-5]
 
@@ -604,7 +609,7 @@ def _() -> Scene:
 def _() -> Scene:
     for_torch, for_python = torch.Generator().manual_seed(3), random.Random(4)
 
-    def noisy(n: int) -> torch.Tensor:
+    def noisy(n: int) -> Any:
         return random_batch(n) + torch.randn(n, WIDTH, generator=for_torch) + for_python.random()
 
     return scene(net(), batch=noisy, watched={"generators": [for_torch, for_python]})
@@ -614,7 +619,7 @@ def _() -> Scene:
 def _() -> Scene:
     totals: dict[str, Any] = {"loss": torch.zeros(()), "steps": 0, "sizes": []}
 
-    def extra(model: nn.Module, batch: torch.Tensor, output: torch.Tensor) -> None:
+    def extra(model: Any, batch: torch.Tensor, output: torch.Tensor) -> None:
         totals["loss"] = totals["loss"] + 1
         totals["steps"] += 1
 
@@ -634,7 +639,7 @@ class Progress:
 def _() -> Scene:
     progress = Progress(torch.full((), 9.0))
 
-    def extra(model: nn.Module, batch: torch.Tensor, output: torch.Tensor) -> None:
+    def extra(model: Any, batch: torch.Tensor, output: torch.Tensor) -> None:
         progress.steps += 1
         progress.best = output.detach().min()
         progress.kept["weight"] = model[0].weight.detach().clone()
@@ -645,10 +650,10 @@ def _() -> Scene:
 @odd("a cache that was empty")
 def _() -> Scene:
     @functools.cache
-    def mask(size: int) -> torch.Tensor:
+    def mask(size: int) -> Any:
         return torch.ones(size)
 
-    def extra(model: nn.Module, batch: torch.Tensor, output: torch.Tensor) -> None:
+    def extra(model: Any, batch: torch.Tensor, output: torch.Tensor) -> None:
         mask(len(batch))
 
     return scene(net(), extra, steps_before=0, watched={"mask": mask})
@@ -657,10 +662,10 @@ def _() -> Scene:
 @odd("a cache that had entries")
 def _() -> Scene:
     @functools.cache
-    def mask(size: int) -> torch.Tensor:
+    def mask(size: int) -> Any:
         return torch.ones(size)
 
-    def extra(model: nn.Module, batch: torch.Tensor, output: torch.Tensor) -> None:
+    def extra(model: Any, batch: torch.Tensor, output: torch.Tensor) -> None:
         mask(len(batch))
 
     return scene(net(), extra, beyond={"mask": mask})
@@ -679,7 +684,7 @@ def _() -> Scene:
 
 @odd("requires_grad flipped by the loss")
 def _() -> Scene:
-    def extra(model: nn.Module, *_: Any) -> None:
+    def extra(model: Any, *_: Any) -> None:
         model[0].bias.requires_grad_(not model[0].bias.requires_grad)
 
     return scene(net(), extra)
@@ -687,7 +692,7 @@ def _() -> Scene:
 
 @odd("a parameter replaced by the loss")
 def _() -> Scene:
-    def extra(model: nn.Module, *_: Any) -> None:
+    def extra(model: Any, *_: Any) -> None:
         model[0].bias = nn.Parameter(model[0].bias.detach() + 1)
         model.register_buffer("new", torch.ones(2))
 
@@ -696,7 +701,7 @@ def _() -> Scene:
 
 @odd("a module replaced by the loss")
 def _() -> Scene:
-    def extra(model: nn.Module, batch: torch.Tensor, output: torch.Tensor) -> None:
+    def extra(model: Any, batch: torch.Tensor, output: torch.Tensor) -> None:
         model[1] = nn.Tanh()
         model.add_module("later", nn.Linear(2, 2, device=batch.device))
 
@@ -705,7 +710,7 @@ def _() -> Scene:
 
 @odd("modes flipped by the loss")
 def _() -> Scene:
-    def extra(model: nn.Module, *_: Any) -> None:
+    def extra(model: Any, *_: Any) -> None:
         model.train(not model.training)
         model[1].eval()
 
@@ -714,7 +719,7 @@ def _() -> Scene:
 
 @odd("memory replaced by the loss")
 def _() -> Scene:
-    def extra(model: nn.Module, *_: Any) -> None:
+    def extra(model: Any, *_: Any) -> None:
         if not torch._C._len_torch_dispatch_stack():
             model[0].bias.data = model[0].bias.data.clone()
 
@@ -773,7 +778,7 @@ def _() -> Scene:
             super().__init__()
             self.rnn, self.state = nn.LSTM(2, 3, batch_first=True), None
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             output, self.state = self.rnn(x.view(len(x), 3, 2))
             return output[:, -1]
 
@@ -789,7 +794,7 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Any:
         state_faults.at("batch")
         self.latest.copy_(self.rows[index])
         return self.rows[index] + torch.rand(WIDTH) + random.random()
@@ -826,9 +831,10 @@ def _() -> Scene:
     shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     scaler.scale(torch.ones(()))
-    draws, schedulers, seen = torch.Generator().manual_seed(1), [], torch.zeros(())
+    schedulers: list[Any] = []
+    draws, seen = torch.Generator().manual_seed(1), torch.zeros(())
 
-    def extra(model: nn.Module, batch: torch.Tensor, output: torch.Tensor) -> None:
+    def extra(model: Any, batch: torch.Tensor, output: torch.Tensor) -> None:
         average.update_parameters(model)
         for name, parameter in model.named_parameters():
             shadow[name].lerp_(parameter.detach().cpu(), 0.1)
@@ -836,7 +842,7 @@ def _() -> Scene:
             scheduler.step()
         seen.add_(1)
 
-    def noisy(n: int) -> torch.Tensor:
+    def noisy(n: int) -> Any:
         return random_batch(n) + torch.randn(n, WIDTH, generator=draws)
 
     watched = {"average": average, "shadow": shadow, "draws": draws, "schedulers": schedulers, "seen": seen}

@@ -142,7 +142,8 @@ def work_off(cells: list[Cell], file: Path) -> None:
     import state_models  # noqa: F401
 
     # A collection of all that torch's modules made takes longer than a cell.
-    gc.collect(), gc.freeze()
+    gc.collect()
+    gc.freeze()
     # The handler is part of what must be as before.
     signal.signal(signal.SIGALRM, _stop)
     with tempfile.TemporaryDirectory() as folder, file.open("a") as lines:
