@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _OURS = os.path.dirname(__file__) + os.sep
-_WAYS_IN_AND_OUT = frozenset({"__enter__", "__exit__", "__del__"})
+# The last two end the life of a block: half of it leaves an allocator that contradicts itself.
+_WAYS_IN_AND_OUT = frozenset({"__enter__", "__exit__", "__del__", "_storage_died", "_forget"})
 _RETRY_SECONDS = 0.01
 _MOST_WAITING = 5
 
@@ -122,7 +123,12 @@ class Interrupts:
     def _try_again(self) -> None:
         time.sleep(_RETRY_SECONDS)
         number, self._pending = self._pending, None
-        if number is not None:
+        if number is None:
+            return
+        if hasattr(signal, "pthread_kill"):
+            # A real one: it ends a sleep and a wait for a child, too.
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+        else:
             _thread.interrupt_main(signal.Signals(number))
 
     def _is_on_a_way(self, frame: FrameType | None) -> bool:
