@@ -9,9 +9,7 @@ Promises:
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +32,7 @@ from batchwright.memory.on_card import card_named, read_settings
 from batchwright.memory.tracing import check_batches
 from batchwright.ranks.meeting import find_place
 from batchwright.ranks.session import on_all_ranks, together
+from batchwright.state.interrupts import temporary_folder
 from batchwright.state.untouched import untouched
 from batchwright.units import whole_number
 
@@ -256,9 +255,9 @@ def _loadable(asked: Work, job: Job, ranks: Ranks | None) -> Iterator[Job]:
     if asked.target is not None:
         yield job
         return
-    with tempfile.TemporaryDirectory(prefix="batchwright-") as folder:
+    with temporary_folder() as folder:
         if ranks is not None:
-            ranks.session.folders.append(folder)
-        pickled = Path(folder) / "workload"
+            ranks.session.folders.append(str(folder))
+        pickled = folder / "workload"
         pickled.write_bytes(asked.pickled())
         yield replace(job, pickled=str(pickled))

@@ -13,20 +13,20 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchwright import errors
 from batchwright.device.out_of_memory import find_rule
 from batchwright.device.outcome import Outcome
 from batchwright.device.process_memory import PINNED_ENVIRONMENT
+from batchwright.state.interrupts import temporary_folder, uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from batchwright.fitting.job import Job
 
@@ -112,17 +112,20 @@ class Child:
 
 def probe_in_child(job: Job, *, until: Callable[[], bool] | None = None) -> Outcome:
     """Run one probe in a fresh process and wait for its end; `until` may say that waiting has no point any more."""
-    with tempfile.TemporaryDirectory(prefix="batchwright-") as folder:
-        child = Child.start(job, Path(folder))
+    with temporary_folder() as folder:
+        child: Child | None = None
         try:
+            with uninterrupted():
+                child = Child.start(job, folder)
             while not child.has_ended():
                 if until is not None and until():
                     child.kill()
                     return replace(child.outcome(), verdict="failed", rule=STOPPED, error="stopped from outside")
                 time.sleep(_POLL_SECONDS)
         finally:
-            if not child.has_ended():
-                child.kill()
+            if child is not None and not child.has_ended():
+                with uninterrupted():
+                    child.kill()
         return child.outcome()
 
 

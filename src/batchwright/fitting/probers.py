@@ -128,7 +128,7 @@ class PlainStep:
         for thing in (*given, *found):
             if isinstance(thing, nn.Module):
                 refuse_spread(thing)
-        self._has_state = len(keep.not_kept) < len(given) + len(found)
+        self._has_state = len(keep.refused) < len(given) + len(found)
         self.on = on
         self.held_bytes = live_bytes([*given, *found])
         self._costs = FirstCosts()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.fitting.result import NextSize
 from batchwright.fitting.search import Seen
+from batchwright.state.interrupts import uninterrupted
 from batchwright.units import LARGEST_COUNT, shortened
 
 if TYPE_CHECKING:
@@ -217,15 +218,16 @@ def _text(entry: dict[str, Any], name: str) -> str:
 
 def _write_whole(file: Path, text: str) -> None:
     """Write beside the file, then rename: nobody ever reads a half of it."""
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
-    try:
-        with open(descriptor, "w", encoding="utf-8") as opened:
-            opened.write(text)
-        os.replace(temporary, file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with uninterrupted():
+        descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
+        try:
+            with open(descriptor, "w", encoding="utf-8") as opened:
+                opened.write(text)
+            os.replace(temporary, file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
 
 
 def _delete_oldest(folder: Path) -> None:

@@ -44,7 +44,7 @@ class CutCalls:
                 refuse_spread(thing)
         self._name, self._run, self._device, self._keep = name, run, device, keep
         self._accelerator = None if device.name == "cpu" else torch.device(device.name)
-        self._has_state = len(keep.not_kept) < len(reached)
+        self._has_state = len(keep.refused) < len(reached)
         self._seen: dict[int, CountedSteps] = {}
 
     def probe(self, size: int, *, accumulation: int = 1) -> Outcome:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 from batchwright.device.step import hand_out_model
 from batchwright.errors import CannotTraceError
 from batchwright.memory.quantized_layers import quantized_parts, stand_in
-from batchwright.state.kept_state import CONTAINERS, is_users_object
+from batchwright.state.kinds import CONTAINERS, is_users_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable

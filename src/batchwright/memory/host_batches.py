@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 from batchwright.device.batches import make_batch
 from batchwright.errors import InvalidInputError
 from batchwright.simulated.redirected_calls import RedirectedCalls
-from batchwright.state.kept_state import is_users_object
+from batchwright.state.kinds import is_users_object
 from batchwright.state.random_state import kept_random_state
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ Promises:
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from batchwright.device.device import open_device
@@ -21,6 +22,7 @@ from batchwright.noise.branch_curve import Branch, MeasuredCriticalBatch, fit_br
 from batchwright.noise.branch_training import Ask, SeedBranches
 from batchwright.noise.learning_rate_change import learning_rate_change
 from batchwright.planning.learning_rate import checked_learning_rate
+from batchwright.state.untouched import untouched
 from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
@@ -74,48 +76,51 @@ def measure_critical_batch(
     whole_number(warm_up, "warm_up", least=0)
     whole_number(evaluate_samples, "evaluate_samples")
     device = open_device(on).torch_device  # type: ignore[attr-defined]  # a simulated card cannot train
-    runs = [
-        SeedBranches(workload, device, shape or {}, seed, evaluate_samples, warm_up, largest)
-        for seed in range(whole_number(seeds, "seeds"))
-    ]
-    first = sizes[0]
+    # Once for all branches: each begins and ends at what is kept here.
+    with untouched(workload, accelerator=None if device.type == "cpu" else device) as keep:
+        runs = [
+            SeedBranches(workload, device, shape or {}, seed, evaluate_samples, warm_up, largest)
+            for seed in range(whole_number(seeds, "seeds"))
+        ]
+        first = sizes[0]
 
-    def train(
-        run: SeedBranches, size: int, factor: float, target: float | None = None, within: float = math.inf
-    ) -> list[tuple[int, float]]:
-        to = "" if target is None else f" to a loss of {target:.4g}"
-        most = steps if target is None else math.ceil(min(within, _PATIENCE * steps))
-        ask = Ask(size, steps, most, factor, rates.get(size), target, watches_noise=target is None)
-        if run.known(ask) is None:
-            progress(f"seed {run.seed}: batch {size}, learning rate x {factor:.3g}{to}")
-        return run.train(ask, first_batch=first)
+        def train(
+            run: SeedBranches, size: int, factor: float, target: float | None = None, within: float = math.inf
+        ) -> list[tuple[int, float]]:
+            to = "" if target is None else f" to a loss of {target:.4g}"
+            most = steps if target is None else math.ceil(min(within, _PATIENCE * steps))
+            ask = Ask(size, steps, most, factor, rates.get(size), target, watches_noise=target is None)
+            if run.known(ask) is None:
+                progress(f"seed {run.seed}: batch {size}, learning rate x {factor:.3g}{to}")
+            return run.train(ask, first_batch=first)
 
-    factor = 1.0
-    if first not in rates:
-        factor = tuned(1.0, lambda factor, least: _no_progress(train(runs[0], first, factor)))
-    base = [train(run, first, factor) for run in runs]
-    target = sum(min(loss for _, loss in curve) for curve in base) / len(base)
-    scale = _median([run.noise_scale for run in runs])
-    branches = []
-    for size in sizes:
-        if size != first and size not in rates:
-            guess = factor * _by_rule(runs[0].optimizer, first, size, scale)
+        factor = 1.0
+        if first not in rates:
+            factor = tuned(1.0, lambda factor, least: _no_progress(train(runs[0], first, factor)))
+        base = [train(run, first, factor) for run in runs]
+        target = sum(min(loss for _, loss in curve) for curve in base) / len(base)
+        scale = _median([run.noise_scale for run in runs])
+        branches = []
+        for size in sizes:
+            if size != first and size not in rates:
+                guess = factor * _by_rule(runs[0].optimizer, first, size, scale)
 
-            def steps_at(factor: float, least: float, size: int = size) -> float:
-                return _score(target, train(runs[0], size, factor, target, within=least))
+                def steps_at(factor: float, least: float, size: int = size) -> float:
+                    return _score(target, train(runs[0], size, factor, target, within=least))
 
-            own = tuned(guess, steps_at)
-        else:
-            own = factor
-        reached = tuple(steps_to(target, train(run, size, own, target)) for run in runs)
-        branches.append(Branch(size, math.nan if size in rates else own, reached))
+                own = tuned(guess, steps_at)
+            else:
+                own = factor
+            reached = tuple(steps_to(target, train(run, size, own, target)) for run in runs)
+            branches.append(Branch(size, math.nan if size in rates else own, reached))
+        notes = keep.notes
     found = fit_branches(branches, target=target, noise_scale=scale)
     if found is None:
         raise BatchwrightError(
             f"fewer than two batches reached a loss of {target:.4g} within {_PATIENCE * steps} steps.",
             remedy="more steps, or learning_rates={batch: rate} that were tuned",
         )
-    return found
+    return replace(found, notes=(*found.notes, *notes))
 
 
 def tuned(guess: float, cost_of: Callable[[float, float], float]) -> float:

@@ -28,6 +28,7 @@ from batchwright.noise.noise_scale import NoiseScale
 from batchwright.noise.ramp import gamma_of
 from batchwright.noise.training import split_of, training
 from batchwright.noise.verdict import judge
+from batchwright.state.untouched import current_keep
 from batchwright.units import counted, whole_number
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def _told(
     effective_batch = micro_batch * accumulation * ranks
     samples = critical.in_samples()
     group = optimizers[0].param_groups[0]
-    best, notes = None, list(noise.notes)
+    best, notes = None, [*noise.notes, *current_keep().notes]
     if times is not None:
         try:
             best = best_batch(samples or critical, times, devices=ranks)

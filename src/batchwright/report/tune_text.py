@@ -68,6 +68,8 @@ def tuned_remarks(tuned: Tuned) -> Iterator[str]:
         yield from (f"{change['change']}: {change['note']}." for change in advised["changes"] if change["note"])
         yield from (f"note: {note}." for note in advised["notes"])
     yield from (f"throughput: {note}." for note in run["throughput"].get("notes", ()))
+    if not_covered := run["fit"].get("restored", {}).get("not_covered"):
+        yield f"not looked after: {', '.join(not_covered)}."
     audit = run["audit"]
     if isinstance(audit.get("exact"), bool):
         told = "exact" if audit["exact"] else f"NOT the gradient of the big batch ({audit['cause'] or 'cause unknown'})"

@@ -2,12 +2,13 @@
 
 Promises:
 - looks where a function can hold an object: its `self`, arguments bound by `functools.partial`, defaults, closure
-  cells, and the globals that its code names; in functions among these as well, so that a decorator hides nothing;
+  cells, and the globals that its code names, also by `module.name` in a module of the user's; in functions among these
+  as well, so that a decorator hides nothing;
 - looks one level into lists, tuples, dicts and plain objects, no deeper, and calls nothing of the user's;
 - an object is found once, under the first name that leads to it.
 
-What it cannot see: objects that the function asks another one for (`trainer.current().model`), or that live in
-another Python module which the code names only by an attribute (`state.model` after `import state`).
+What it cannot see: objects that the function asks another one for (`trainer.current().model`), and what an installed
+library keeps for itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from batchwright.state.kept_state import can_be_kept
+from batchwright.state.kinds import can_be_kept, is_users_function
+from batchwright.users_code import is_installed_or_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,6 +59,7 @@ class Reach:
     cells: list[CellType] = field(default_factory=list)
     stored_globals: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
+    functions: list[Any] = field(default_factory=list)
 
 
 def reach_of(function: Callable[..., Any]) -> Reach:
@@ -74,14 +77,20 @@ def reach_of(function: Callable[..., Any]) -> Reach:
     """
     seen: dict[int, Any] = {}
     found = Reach(list(_reached(function, seen)))
+    found.functions.extend(each for each in seen.values() if isinstance(each, FunctionType))
     for each in seen.values():
         if isinstance(each, functools._lru_cache_wrapper):
             found.caches.append(each)
         elif isinstance(each, FunctionType):
             found.cells.extend(each.__closure__ or ())
-            names = dict.fromkeys(_stored_in(each.__code__))
+            names = _stored_names(each.__code__)
             found.stored_globals.extend((each.__globals__, name) for name in names)
     return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _stored_names(code: CodeType) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_stored_in(code)))
 
 
 def _stored_in(code: CodeType) -> Iterator[str]:
@@ -108,12 +117,18 @@ def _reached(function: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
         yield from _reached(function.func, seen)
     elif isinstance(function, FunctionType):
         yield from _with_functions(_held_by(function), seen)
-        named = [(name, function.__globals__.get(name)) for name in dict.fromkeys(_names_in(function.__code__))]
+        names = list(dict.fromkeys(_names_in(function.__code__)))
+        named = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
+        for name, value in list(named):
+            if isinstance(value, ModuleType) and not is_installed_or_ours(getattr(value, "__file__", None)):
+                named += [(f"{name}.{inner}", vars(value)[inner]) for inner in names if inner in vars(value)]
         yield from named
-        # Only into functions beside it: what a library's functions reach is the library's own.
+        # Only into functions beside it or in another file of the user's: what a library's reach is the library's own.
         for _, value in named:
             inner = getattr(value, "__wrapped__", None) if isinstance(value, functools._lru_cache_wrapper) else value
-            if isinstance(inner, FunctionType) and inner.__globals__ is function.__globals__:
+            if isinstance(inner, FunctionType) and (
+                inner.__globals__ is function.__globals__ or is_users_function(inner)
+            ):
                 yield from _reached(value, seen)
         yield from _reached(getattr(function, "__wrapped__", None), seen)
     elif isinstance(function, functools._lru_cache_wrapper):

@@ -18,9 +18,11 @@ import _thread
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,13 +61,16 @@ class Interrupts:
                 signal.signal(number, self._handle)
             yield
         finally:
-            for number, handler in own.items():
-                signal.signal(number, handler)
-            self._outermost = None
             try:
-                self.deliver()
+                self._put_back(own)
             finally:
-                self._handlers = {}
+                # Again: an interrupt that falls between two of them ends the loop at the first.
+                self._put_back(own)
+                self._outermost = None
+                try:
+                    self.deliver()
+                finally:
+                    self._handlers = {}
 
     @contextmanager
     def coming_again(self) -> Iterator[None]:
@@ -101,6 +106,11 @@ class Interrupts:
             self._depth -= 1
             if self._depth == 0 and self._handlers:
                 self.deliver()
+
+    @staticmethod
+    def _put_back(handlers: dict[int, Any]) -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
     def deliver(self) -> None:
         """Hand on an interrupt that waits."""
@@ -145,10 +155,34 @@ INTERRUPTS = Interrupts()
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Have Ctrl-C wait until this ends; where nothing of the user's is borrowed, do nothing.
+    """Have Ctrl-C wait until this ends; it is delivered on the way out, so what must be undone stands in a `try`.
 
-    >>> with uninterrupted():
-    ...     pass
+    >>> process = None
+    >>> try:
+    ...     with uninterrupted():
+    ...         process = "a child process"
+    ... finally:
+    ...     ended = process
     """
-    with INTERRUPTS.held():
+    with INTERRUPTS.waiting_where_needed(sys._getframe(2)), INTERRUPTS.held():
         yield
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder that is gone afterwards, whenever Ctrl-C falls.
+
+    >>> with temporary_folder() as folder:
+    ...     _ = (folder / "file").write_text("gone")
+    >>> folder.exists()
+    False
+    """
+    folder: tempfile.TemporaryDirectory[str] | None = None
+    try:
+        with uninterrupted():
+            folder = tempfile.TemporaryDirectory(prefix="batchwright-")
+        yield Path(folder.name)
+    finally:
+        if folder is not None:
+            with uninterrupted():
+                folder.cleanup()

@@ -9,8 +9,9 @@ Promises:
 
 Not through `load_state_dict`: an optimizer's casts fp32 moments of a bf16 parameter to bf16, and puts new tensors in
 place of the old. Instead the attributes of an object are walked, through lists, dicts and objects of the user's own
-classes, down to tensors, and each of these is put back in place. An object of an installed class met on the way, such
-as a config, is kept as a reference: the attribute names it again, but what a probe changed inside of it stays changed.
+classes, down to tensors, and each of these is put back in place; also what hooks and other functions met on the way
+hold. An object of an installed class is looked into only where it consists of numbers, text and tensors (an average, a
+config). Any other is kept as a reference: it is named again, and is listed where what it holds changed.
 
 Of a trace, which computes on fake tensors, only what names what is kept, and elements of small tensors: no other real
 element is written by it.
@@ -18,29 +19,37 @@ element is written by it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import copy
-import enum
 import gc
 import io
+import operator
 import sys
-from collections import OrderedDict, defaultdict, deque
-from functools import cache, partial
-from itertools import islice
-from types import FunctionType, MemberDescriptorType, ModuleType, NoneType, SimpleNamespace
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import _disable_current_modes
 
 from batchwright.errors import InvalidInputError
+from batchwright.state.held_objects import reach_of
 from batchwright.state.kept_tensor import KeptTensor, Spans, loaded_again, num_bytes_of, turn_into
+from batchwright.state.kinds import (
+    CONTAINERS,
+    MOST_ENTRIES,
+    UNCHANGING,
+    can_be_kept,
+    holds_state,
+    is_plain_data,
+    is_users_class,
+    is_users_function,
+    is_users_object,
+    is_walked,
+    slots_of,
+)
 from batchwright.state.random_state import put_back_of_generator, random_sources
 from batchwright.units import counted, format_bytes, shortened
-from batchwright.users_code import is_installed_or_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -48,12 +57,8 @@ if TYPE_CHECKING:
 
     from batchwright.state.held_objects import Reach
 
-_WALKED = (nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
-# What is emptied and refilled; their subclasses may do anything when an entry is set.
-CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
-_UNCHANGING = frozenset({NoneType, bool, int, float, str, bytes, FunctionType})
 # What functions hold besides models and optimizers may be a whole dataset.
-_MOST_HELD_BYTES, _MOST_ENTRIES, _MOST_VALUES = 256 * 2**20, 10_000, 200_000
+_MOST_HELD_BYTES, _MOST_VALUES = 256 * 2**20, 200_000
 # Values of tensors up to a few KiB are known to a trace, which writes them for real: counters of steps, flags, lengths.
 _LARGEST_COUNTER_BYTES = 2**20
 _ACCEPTED = (
@@ -88,7 +93,9 @@ class KeptState:
         keeps_random: bool = True,
     ) -> None:
         self.copies_elements = copies_elements
-        self.not_kept: dict[str, None] = {}
+        self._not_kept: dict[str, None] = {}
+        self._logs: list[tuple[str, list[Any], int]] = []
+        self._watched: list[tuple[str, Any, dict[str, Any]]] = []
         self.cells: list[CellType] = []
         self.stored_globals: list[tuple[dict[str, Any], str]] = []
         self._is_held = False
@@ -113,6 +120,17 @@ class KeptState:
         return (*self._words.values(), *held, self._random_words)
 
     @property
+    def not_kept(self) -> tuple[str, ...]:
+        """What does not, as far as it is known by now."""
+        logs = (f"{name}: what was appended to it" for name, log, length in self._logs if len(log) > length)
+        changed = (
+            f"{name or 'a value'}: what changed inside of a {type(thing).__name__} of {type(thing).__module__}"
+            for name, thing, before in self._watched
+            if not _are_same(vars(thing), before)
+        )
+        return tuple(dict.fromkeys((*self._not_kept, *logs, *changed)))
+
+    @property
     def values(self) -> Iterable[Any]:
         """Everything that was met: objects, containers and tensors."""
         return list(self._met.values())
@@ -127,7 +145,7 @@ class KeptState:
         # A trace that is under way must not take the copies for its own.
         outside = torch._C.DisableTorchFunction(), _disable_current_modes()
         with outside[0], outside[1], torch.inference_mode(mode=False), torch.no_grad():
-            if _is_walked(thing) or put_back_of_generator(thing):
+            if is_walked(thing) or put_back_of_generator(thing):
                 self._walk(thing)
             else:
                 self._later(loaded_again(thing.load_state_dict, thing.state_dict()))
@@ -145,19 +163,23 @@ class KeptState:
                 self.keep(thing)
             except Exception as error:
                 # What a probe trains must come back, or there must be no probe.
-                if _is_walked(thing) or not can_be_kept(thing):
+                if is_walked(thing) or not can_be_kept(thing):
                     raise
                 why = "it has a state_dict that raises or cannot be copied"
                 not_kept.append(f"{type(thing).__name__}: {why} ({type(error).__name__})")
         return tuple(not_kept)
 
     def keep_held(self, reach: Reach) -> None:
-        """Keep what functions hold besides such things: tensors, and lists, tables and objects that lead to some.
+        """Keep what functions hold besides such things: tensors, numbers, lists, tables and objects of their own.
 
-        What leads to none, such as a list that a function writes a log to, stays as the function leaves it.
+        A list that a function names and appends numbers or text to is a log: it stays as the function leaves it, and
+        is listed.
         """
-        self._owner = "what the functions hold"
+        owner, self._owner = self._owner, "what the functions hold"
+        was_held, self._is_held = self._is_held, True
         met_before = len(self._met)
+        for function in reach.functions:
+            self._met.setdefault(id(function), function)
         for cell in reach.cells:
             if id(cell) not in self._met:
                 self._met[id(cell)] = cell
@@ -169,18 +191,14 @@ class KeptState:
         for cached in reach.caches:
             if cached.cache_info().currsize == 0:
                 self._later(cached.cache_clear)
-        self._is_held = True
         try:
             with torch.inference_mode(mode=False), torch.no_grad():
                 for name, value in reach.values:
-                    if not isinstance(value, io.IOBase) and hasattr(type(value), "__next__"):
-                        kind = type(value).__name__
-                        self.not_kept[f"{name}: how far a {kind} has been read cannot be put back"] = None
-                    if holds_state(value):
-                        self._walk(value, name)
+                    self._walk(value, name, is_named=True)
         finally:
-            self._is_held = False
-        self._num_held += len(self._met) - met_before
+            self._is_held, self._owner = was_held, owner
+        if not was_held:
+            self._num_held += len(self._met) - met_before
 
     def restore(self) -> None:
         """Put everything back, all that can be; what could not is raised at the end, as an `ExceptionGroup`."""
@@ -211,39 +229,80 @@ class KeptState:
     def _later(self, put_back: Callable[..., object], *arguments: Any) -> None:
         self._put_backs.append((self._owner, partial(put_back, *arguments)))
 
-    def _walk(self, value: Any, name: str = "") -> None:
+    def _walk(self, value: Any, name: str = "", *, is_named: bool = False) -> None:
         """Keep what can change in place: the value itself, and what it leads to."""
-        if type(value) in _UNCHANGING or id(value) in self._met:
+        if type(value) in UNCHANGING or id(value) in self._met:
             return
         if self._is_held and len(self._met) >= _MOST_VALUES:
-            self.not_kept[f"more than {_MOST_VALUES:,} values are held; the rest was not looked at"] = None
+            self._not_kept[f"more than {_MOST_VALUES:,} values are held; the rest was not looked at"] = None
             return
         self._met[id(value)] = value
         numpy = sys.modules.get("numpy")
         if isinstance(value, torch.Tensor):
             self._keep_tensor(value, name)
-        elif type(value) in CONTAINERS:
-            if self._is_held and not holds_state(value):
-                return  # a log, a list of names
-            self._later(_refill, value, copy.copy(value))
-            if not self._is_held or len(value) <= _MOST_ENTRIES:
-                for inner in list(value.values() if isinstance(value, dict) else value):
-                    self._walk(inner, name)
+        elif isinstance(value, CONTAINERS):
+            self._keep_container(value, name, is_named=is_named)
         elif isinstance(value, tuple):
             for inner in value:
                 self._walk(inner, name)
         elif numpy is not None and isinstance(value, numpy.ndarray):
             if value.flags.writeable and self._may_copy(value.nbytes, name, "array"):
                 self._later(numpy.copyto, value, value.copy())
-        elif _is_walked(value):
-            self._keep_attributes(value)
+        elif is_walked(value):
+            self._keep_attributes(value, name)
         elif put_back := put_back_of_generator(value):
             self._later(put_back)
         elif isinstance(value, io.IOBase):
             if not value.closed and value.readable() and value.seekable() and not value.writable():
                 self._later(_seek, value, value.tell())
-        elif is_users_object(value):
-            self._keep_attributes(value)
+        elif isinstance(value, FunctionType):
+            if is_users_function(value):
+                self.keep_held(reach_of(value))
+        elif isinstance(value, MethodType):
+            self._walk(value.__self__, name)
+            self._walk(value.__func__, name)
+        elif isinstance(value, partial):
+            for inner in (value.func, value.args, value.keywords):
+                self._walk(inner, name)
+        elif isinstance(value, type):
+            if is_users_class(value):
+                self._keep_class(value, name)
+        elif is_users_object(value) or is_plain_data(value):
+            self._keep_attributes(value, name)
+        elif hasattr(type(value), "__next__"):
+            how_far = f"how far a {type(value).__name__} has been read cannot be put back"
+            self._not_kept[f"{name or 'a value'}: {how_far}"] = None
+        elif type(attributes := getattr(value, "__dict__", None)) is dict and not isinstance(value, ModuleType):
+            # Of a class that is not the user's: what else hangs on it, nobody here knows.
+            self._watched.append((name, value, dict(attributes)))
+
+    def _keep_container(self, value: Any, name: str, *, is_named: bool) -> None:
+        if not self._may_copy(8 * len(value), name, type(value).__name__):
+            return
+        is_log = is_named and self._is_held and type(value) is list
+        before = list(value.items() if isinstance(value, dict) else value)
+        self._later(_refill, value, before, is_log)
+        if is_log:
+            self._logs.append((name, value, len(value)))
+        if type(getattr(value, "__dict__", None)) is dict:
+            self._walk(value.__dict__, name)
+        entries = [entry for _, entry in before] if isinstance(value, dict) else before
+        if not self._is_held or len(value) <= MOST_ENTRIES:
+            for inner in entries:
+                self._walk(inner, name)
+        elif any(type(entry) not in UNCHANGING for entry in entries):
+            self._not_kept[f"{name or 'a value'}: what changes inside of its {len(value):,} entries"] = None
+
+    def _keep_class(self, kind: type, name: str) -> None:
+        """Keep what a class of the user's holds for all its objects, and what its methods hold."""
+        attributes = {key: value for key, value in vars(kind).items() if not _is_dunder(key)}
+        self._later(_put_back_class, kind, attributes)
+        for key, value in attributes.items():
+            inner = getattr(value, "__func__", getattr(value, "fget", value))
+            self._walk(inner, f"{kind.__name__}.{key}")
+        for key, value in vars(kind).items():
+            if _is_dunder(key) and isinstance(value, FunctionType):
+                self._walk(value, kind.__name__)
 
     def _keep_tensor(self, tensor: torch.Tensor, name: str) -> None:
         kept_tensor = KeptTensor(tensor)
@@ -263,21 +322,24 @@ class KeptState:
             return True
         if self._held_bytes + num_bytes > _MOST_HELD_BYTES:
             size = format_bytes(num_bytes)
-            self.not_kept[f"{name or 'a value'}: a {kind} of {size} is too large to be copied"] = None
+            self._not_kept[f"{name or 'a value'}: a {kind} of {size} is too large to be copied"] = None
             return False
         self._held_bytes += num_bytes
         return True
 
-    def _keep_attributes(self, thing: Any) -> None:
-        was_held, self._is_held = self._is_held, self._is_held and not _is_walked(thing)
+    def _keep_attributes(self, thing: Any, name: str = "") -> None:
+        was_held, self._is_held = self._is_held, self._is_held and not is_walked(thing)
         try:
             self._later(turn_into, thing, type(thing))
-            for slot in _slots_of(type(thing)):
+            for kind in type(thing).__mro__:
+                if is_users_class(kind):
+                    self._walk(kind, name)
+            for slot in slots_of(type(thing)):
                 with contextlib.suppress(AttributeError):  # never assigned
                     value = slot.__get__(thing)
                     self._later(slot.__set__, thing, value)
                     self._walk(value, slot.__name__)
-            self._walk(getattr(thing, "__dict__", None))
+            self._walk(getattr(thing, "__dict__", None), name)
             if isinstance(thing, nn.Module):
                 # A scripted module holds them elsewhere than in its attributes.
                 for tensor in (*thing.parameters(recurse=False), *thing.buffers(recurse=False)):
@@ -313,56 +375,6 @@ def kept(objects: Iterable[Any] = (), *, accelerator: torch.device | None = None
             gc.collect()
 
 
-def can_be_kept(thing: Any) -> bool:
-    """Whether `KeptState` knows how to put this back.
-
-    >>> import random
-    >>> can_be_kept(random.Random(0)), can_be_kept(nn.Linear), can_be_kept("weights.pt")
-    (True, False, False)
-    """
-    if isinstance(thing, type):
-        return False
-    # Asked of the class: an object that makes up attributes as they are read would say yes to anything.
-    has_state = all(callable(getattr(type(thing), name, None)) for name in ("state_dict", "load_state_dict"))
-    return has_state or _is_walked(thing) or put_back_of_generator(thing) is not None
-
-
-def _is_walked(thing: Any) -> bool:
-    # The second half are optimizers that wrap another one and do not derive from torch's.
-    return isinstance(thing, _WALKED) or all(hasattr(type(thing), n) for n in ("step", "zero_grad", "load_state_dict"))
-
-
-def is_users_object(value: Any) -> bool:
-    """Whether this is an object of a class that the user wrote, or a plain namespace: its attributes are its state."""
-    return _is_users_class(type(value)) and not isinstance(value, type)
-
-
-@cache
-def _is_users_class(kind: type) -> bool:
-    if kind in (SimpleNamespace, argparse.Namespace):
-        return True
-    if issubclass(kind, type | ModuleType | BaseException | enum.Enum) or kind.__module__ == "builtins":
-        return False
-    module = sys.modules.get(kind.__module__)
-    if module is None or module.__name__ == "__main__":
-        return True
-    file = getattr(module, "__file__", None)
-    # Neither file nor spec: made by exec, as notebooks do.
-    return getattr(module, "__spec__", None) is None if file is None else not is_installed_or_ours(file)
-
-
-@cache
-def _slots_of(kind: type) -> tuple[Any, ...]:
-    """The slots of a class and its bases; not those of C, which look alike and are torch's and Python's own."""
-    return tuple(
-        member
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for name, member in vars(base).items()
-        if isinstance(member, MemberDescriptorType) and name != "__weakref__"
-    )
-
-
 def _words_for(thing: Any) -> str:
     name = type(thing).__name__
     if isinstance(thing, nn.Module):
@@ -384,8 +396,6 @@ def _contents(cell: CellType) -> tuple[Any, ...]:
 
 
 def _refill_cell(cell: CellType, *before: Any) -> None:
-    if not any(map(holds_state, (*before, *_contents(cell)))):
-        return
     if before:
         cell.cell_contents = before[0]
     elif _contents(cell):
@@ -393,44 +403,42 @@ def _refill_cell(cell: CellType, *before: Any) -> None:
 
 
 def _rebind(namespace: dict[str, Any], name: str, *before: Any) -> None:
-    if not any(map(holds_state, (*before, namespace.get(name)))):
-        return
     if before:
         namespace[name] = before[0]
     else:
         namespace.pop(name, None)
 
 
-def holds_state(value: Any, depth: int = 4) -> bool:
-    """Whether a value is, or leads to, a tensor, an array, a generator, or something that trains.
-
-    >>> holds_state({"shadow": [torch.zeros(2)]}), holds_state(["a log", 3])
-    (True, False)
-    """
-    if type(value) in _UNCHANGING:
-        return False
-    numpy = sys.modules.get("numpy")
-    if isinstance(value, torch.Tensor | io.IOBase) or (numpy is not None and isinstance(value, numpy.ndarray)):
-        return True
-    if can_be_kept(value):
-        return True
-    if depth == 0:
-        return False
-    if type(value) in CONTAINERS or isinstance(value, tuple):
-        entries = value.values() if isinstance(value, dict) else value
-        return any(holds_state(entry, depth - 1) for entry in islice(entries, _MOST_ENTRIES))
-    if is_users_object(value):
-        slots = [getattr(value, slot.__name__, None) for slot in _slots_of(type(value))]
-        return any(holds_state(entry, depth - 1) for entry in (*getattr(value, "__dict__", {}).values(), *slots))
-    return False
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
-def _refill(container: Any, before: Any) -> None:
+def _put_back_class(kind: type, before: dict[str, Any]) -> None:
+    for name in [name for name in vars(kind) if not _is_dunder(name) and name not in before]:
+        delattr(kind, name)
+    for name, value in before.items():
+        if vars(kind).get(name) is not value:
+            setattr(kind, name, value)
+
+
+def _refill(container: Any, before: list[Any], is_log: bool) -> None:
     """Put the very entries back that a container had; one that still has them is left alone."""
-    if _identities(container) != _identities(before):
-        container.clear()
-        (container.extend if hasattr(container, "extend") else container.update)(before)
+    now = list(container.items() if isinstance(container, dict) else container)
+    if len(now) == len(before) and all(map(_is_same_entry, now, before)):
+        return
+    has_grown = is_log and len(now) > len(before) and all(map(operator.is_, now, before))
+    if has_grown and not any(map(holds_state, now[len(before) :])):
+        return
+    kind: Any = next(kind for kind in CONTAINERS if isinstance(container, kind))
+    kind.clear(container)
+    (kind.extend if hasattr(kind, "extend") else kind.update)(container, before)
 
 
-def _identities(container: Any) -> list[int]:
-    return [id(entry) for entry in (*container, *(container.values() if isinstance(container, dict) else ()))]
+def _is_same_entry(now: Any, before: Any) -> bool:
+    if type(now) is tuple and type(before) is tuple and len(now) == len(before) == 2:  # of a dict, made anew
+        return now is before or (now[0] is before[0] and now[1] is before[1])
+    return now is before
+
+
+def _are_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    return now.keys() == before.keys() and all(now[name] is before[name] for name in before)

@@ -20,7 +20,7 @@ import threading
 import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -54,13 +54,15 @@ class Keep:
         is_thrown_away: bool = False,
     ) -> None:
         self.is_traced, self._is_thrown_away = is_traced, is_thrown_away
+        self._accelerator = accelerator
         self._process = ProcessState()
         self.state = KeptState(accelerator=accelerator, copies_elements=not is_traced, keeps_random=not is_thrown_away)
         self._covered: dict[int, Any] = {}
         self._builders: set[int] = set()
         self.live: list[Any] = []
         """Modules, optimizers and scalers that live on outside of the block."""
-        self._not_kept: dict[str, None] = {}
+        self.refused: dict[str, None] = {}
+        """What says that it can be kept, and then raises."""
         if not is_thrown_away:
             for thing in objects:
                 self.state.keep(thing)
@@ -74,13 +76,22 @@ class Keep:
 
     @property
     def not_kept(self) -> tuple[str, ...]:
-        """What does not, as far as it is known."""
-        return (*self._not_kept, *self.state.not_kept)
+        """What does not, as far as it is known by now."""
+        return (*self.refused, *self.state.not_kept)
 
-    def covers(self, work: Workload | Callable[..., Any], *, is_traced: bool) -> bool:
-        """Whether what these functions hold is kept here."""
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A note for a result: what does not come back; none where all does."""
+        return (f"not looked after: {', '.join(self.not_kept)}",) if self.not_kept else ()
+
+    def covers(
+        self, work: Workload | Callable[..., Any], *, is_traced: bool, accelerator: torch.device | None = None
+    ) -> bool:
+        """Whether what these functions hold is kept here, and the random state of the accelerator."""
         if self._is_thrown_away:
             return True
+        if accelerator is not None and not _is_same_device(accelerator, self._accelerator):
+            return False
         return (is_traced or not self.is_traced) and all(id(part) in self._covered for _, part in _parts(work))
 
     def keep_live(self, thing: Any) -> None:
@@ -129,7 +140,7 @@ class Keep:
             )
             try:
                 found = list(held_objects(part).values())
-                self._not_kept.update(dict.fromkeys(self.state.keep_all(found)))
+                self.refused.update(dict.fromkeys(self.state.keep_all(found)))
                 self.state.keep_held(reach_of(part))
             finally:
                 self.state.copies_elements = copies
@@ -159,7 +170,11 @@ def untouched(
     fake tensors: then weights are not copied.
     """
     outer = _ACTIVE.get()
-    if outer is not None and not tuple(objects) and all(outer.covers(each, is_traced=is_traced) for each in work):
+    if (
+        outer is not None
+        and not tuple(objects)
+        and all(outer.covers(each, is_traced=is_traced, accelerator=accelerator) for each in work)
+    ):
         try:
             yield outer
         finally:
@@ -182,15 +197,19 @@ def untouched(
 
 
 def leaves_untouched(*, is_traced: bool = False) -> Callable[[Question], Question]:
-    """Decorate a function of a workload so that all of it runs inside of `untouched`."""
+    """Decorate a function of a workload so that all of it runs inside of `untouched`.
+
+    Its result has `notes`, and what could not be kept becomes one.
+    """
 
     def decorate(question: Question) -> Question:
         @functools.wraps(question)
         def answer(workload: Workload, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(workload, Workload):
                 return question(workload, *args, **kwargs)  # which says what is wrong with it
-            with untouched(workload, is_traced=is_traced):
-                return question(workload, *args, **kwargs)
+            with untouched(workload, is_traced=is_traced) as keep:
+                result = question(workload, *args, **kwargs)
+                return replace(result, notes=(*result.notes, *keep.notes)) if keep.notes else result
 
         return cast("Question", answer)
 
@@ -231,6 +250,11 @@ def survivors(things: list[Any]) -> list[Any]:
     things.clear()
     gc.collect()
     return kept_alive + [thing for thing in (ref() for ref in watched) if thing is not None]
+
+
+def _is_same_device(device: torch.device, other: torch.device | None) -> bool:
+    # "cuda" is the current one, and there is one keep at a time.
+    return other is not None and device.type == other.type and (None in (device.index, other.index) or device == other)
 
 
 def _can_be_referred_to(thing: Any) -> bool:
