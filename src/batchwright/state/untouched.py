@@ -128,7 +128,7 @@ class Keep:
         # First what is called for real, with elements: of what the others hold as well, none is lost then.
         parts.sort(key=lambda part: part[0] not in _RUN_FOR_REAL)
         if isinstance(work, Workload) and work.data is not None:
-            parts.insert(0, ("data", work.data))
+            parts[:0] = [("data", dataset) for dataset in _datasets(work.data)]
         for name, part in parts:
             if name == "model" and isinstance(part, nn.Module):
                 self.state.keep(part)
@@ -259,6 +259,16 @@ def _is_same_device(device: torch.device, other: torch.device | None) -> bool:
 
 def _can_be_referred_to(thing: Any) -> bool:
     return hasattr(type(thing), "__weakref__") or isinstance(thing, nn.Module)
+
+
+def _datasets(data: Any) -> Iterator[Any]:
+    """A dataset, and those that it is a part or a chain of (`Subset`, `ConcatDataset`)."""
+    yield data
+    attributes = getattr(data, "__dict__", {})
+    chained = attributes.get("datasets")
+    for inner in (attributes.get("dataset"), *(chained if isinstance(chained, list | tuple) else ())):
+        if inner is not None and inner is not data:
+            yield from _datasets(inner)
 
 
 def _parts(work: Any) -> Iterator[tuple[str, Any]]:
