@@ -4,12 +4,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
+from hypothesis import settings
 
 from batchwright import cli
 from tests.slow import SLOW
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+# How long an example takes on a shared machine says nothing of the code.
+settings.register_profile("batchwright", deadline=None)
+settings.load_profile("batchwright")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
