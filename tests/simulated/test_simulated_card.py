@@ -53,22 +53,22 @@ def run(workload: Workload, micro_batch: int = 8, *, mib: int = 100, steps: int 
     return trace_workload(workload, micro_batch, steps=steps, card=SimulatedCard(card_with(mib)))
 
 
-class Phases(list[str]):
-    """Where a run is, told by its own parts."""
+def watched_phases(**changes: Any) -> tuple[Workload, list[str]]:
+    """A workload, and a log of where its run is, told by its own parts; a log stays as it was written."""
+    phases: list[str] = []
 
-    def workload(self, **changes: Any) -> Workload:
-        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            self.append("forward")
-            result = mean_square(model, batch)
-            self.append("backward")
-            return result
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        phases.append("forward")
+        result = mean_square(model, batch)
+        phases.append("backward")
+        return result
 
-        def optimizer(params: Any) -> torch.optim.Optimizer:
-            made = torch.optim.AdamW(params)
-            made.register_step_pre_hook(lambda *_: self.append("optimizer"))
-            return made
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(params)
+        made.register_step_pre_hook(lambda *_: phases.append("optimizer"))
+        return made
 
-        return make_deep(**{"loss": loss, "optimizer": optimizer, **changes})
+    return make_deep(**{"loss": loss, "optimizer": optimizer, **changes}), phases
 
 
 class TestOutOfMemory:
@@ -77,9 +77,9 @@ class TestOutOfMemory:
         [(8192, 60, "forward"), (6144, 120, "backward"), (8, 30, "optimizer")],
     )
     def test_it_comes_where_the_capacity_ends(self, micro_batch: int, mib: int, phase: str) -> None:
-        phases = Phases()
+        workload, phases = watched_phases()
         with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate"):
-            run(phases.workload(), micro_batch, mib=mib)
+            run(workload, micro_batch, mib=mib)
         assert phases[-1] == phase
         assert not torch.cuda.is_available()
 
