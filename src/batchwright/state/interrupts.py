@@ -4,7 +4,8 @@ Python delivers a signal between any two instructions, also on the way into a `w
 `finally` has begun yet. So while something of the user's is borrowed, an interrupt that arrives there waits.
 
 Promises:
-- an interrupt in the user's code or in torch's is delivered at once, by the handler that was there before;
+- an interrupt in the user's code or in torch's is delivered at once, by the handler that was there before; in an
+  operator that is traced, right after it, for torch aborts the process where it is raised in the middle of one;
 - one that arrives while things are put back, or a context is entered or left, is delivered right after;
 - one that Python drops, as it does with what is raised in a destructor or in a callback of a weak reference, comes
   again;
@@ -30,9 +31,24 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_OURS = os.path.dirname(__file__) + os.sep
-# The last two end the life of a block: half of it leaves an allocator that contradicts itself.
-_WAYS_IN_AND_OUT = frozenset({"__enter__", "__exit__", "__del__", "_storage_died", "_forget"})
+_HERE = os.path.dirname(__file__)
+# Files of which nothing may be cut short: this folder puts things back, and the simulated device answers torch's own
+# code, where what is raised aborts the process.
+_OURS = (
+    _HERE + os.sep,
+    *(os.path.join(os.path.dirname(_HERE), "simulated", f) for f in ("backend.py", "held_back.py")),
+)
+_WAYS_IN_AND_OUT = frozenset(
+    {
+        *("__enter__", "__exit__", "__del__"),
+        # These end the life of a block: half of it leaves an allocator that contradicts itself.
+        *("_storage_died", "_forget"),
+        # torch calls these from its own code, some of which may not raise: the process would be aborted.
+        *("__torch_dispatch__", "__torch_function__", "type_"),
+    }
+)
+# Python that torch's dispatcher calls before it calls a mode; it aborts the process where one of these raises.
+_DISPATCHERS_OWN = os.path.join("torch", "_library") + os.sep
 _RETRY_SECONDS = 0.01
 _MOST_WAITING = 5
 
@@ -144,7 +160,8 @@ class Interrupts:
     def _is_on_a_way(self, frame: FrameType | None) -> bool:
         while frame is not None and frame is not self._outermost:
             code = frame.f_code
-            if code.co_name in _WAYS_IN_AND_OUT or code.co_filename.startswith(_OURS):
+            file = code.co_filename
+            if code.co_name in _WAYS_IN_AND_OUT or file.startswith(_OURS) or _DISPATCHERS_OWN in file:
                 return True
             frame = frame.f_back
         return False
