@@ -110,7 +110,8 @@ def test_lengths_that_come_with_the_data_are_known() -> None:
         loss=lambda model, batch: model(pack_padded_sequence(batch[0], batch[1].cpu(), batch_first=True).data).mean(),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
     )
-    trace_workload(workload, 8, card=SimulatedCard(find_card("a100-40gb")))
+    traced = trace_workload(workload, 8, card=SimulatedCard(find_card("a100-40gb")))
+    assert traced.peaks is not None
 
 
 def test_lengths_that_are_computed_from_weights_are_refused_by_name() -> None:

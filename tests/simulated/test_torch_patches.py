@@ -92,6 +92,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return Recorded(monkeypatch)
 
 
+def estimate_until_interrupted(timer: threading.Timer, on: str) -> None:
+    timer.start()
+    for _ in range(1000):
+        peak(on)
+
+
 class TestAfterwards:
     def test_every_patch_is_undone(self, recorded: Recorded) -> None:
         hook = sys.excepthook
@@ -137,9 +143,7 @@ class TestAfterwards:
             timer = threading.Timer(0.003 * moment, _thread.interrupt_main)
             # Until it came: one that is late would end the test instead.
             with pytest.raises(KeyboardInterrupt):
-                timer.start()
-                for _ in range(1000):
-                    peak(CARD if moment % 3 else "cpu")
+                estimate_until_interrupted(timer, CARD if moment % 3 else "cpu")
             recorded.check()
 
     def test_more_estimates_hold_no_more_than_two(self) -> None:
