@@ -13,6 +13,7 @@ ROOT = Path(batchwright.__file__).parent
 PARTS = (
     "errors",
     "units",
+    "users_files",
     "torch_names",
     "printed_result",
     "users_code",

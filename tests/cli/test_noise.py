@@ -183,7 +183,7 @@ def test_a_batch_above_the_data_is_refused(run: Run, target: str) -> None:
         (["workload", "--times", "32"], 2, "BATCH=SECONDS"),
         (["workload", "--times", "32=0.1"], 2, "two batches or more"),
         (["workload", "--plot", "trend.txt"], 2, "ends in .png, .svg, .pdf"),
-        (["workload", "--plot", "nowhere/trend.png"], 2, "no folder for the plot"),
+        (["workload", "--plot", "nowhere/trend.png"], 2, "there is no such folder"),
         (["workload", "--on", "tpu"], 2, "no device is called 'tpu'"),
         (["workload", "--shape", "width=6"], 2, "takes its samples from data="),
         (["infers"], 2, "this one only infers"),

@@ -74,11 +74,11 @@ def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
         report(tmp_path / "nowhere.json")
 
 
-def test_a_folder_that_is_not_there_ends_with_1(run_file: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_wrong_usage(run_file: Path, tmp_path: Path) -> None:
     for args in (("-o", tmp_path / "no" / "report.html"), ("--png", tmp_path / "no" / "report.png")):
         with pytest.raises(BatchwrightError, match="no such folder") as error:
             report(run_file, *args)
-        assert error.value.exit_code == 1
+        assert error.value.exit_code == 2
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
@@ -152,7 +152,7 @@ def test_a_picture_that_cannot_be_written_leaves_the_one_before(
         return write(file, content)
 
     monkeypatch.setattr(Path, "write_bytes", runs_full)
-    with pytest.raises(BatchwrightError, match="No space left on device"):
+    with pytest.raises(BatchwrightError, match="no space left on device"):
         report(run_file, "--png", picture)
     assert picture.read_bytes() == b"before"
     assert sorted(file.suffix for file in tmp_path.iterdir()) == [".html", ".json", ".png"]

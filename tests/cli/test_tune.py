@@ -73,7 +73,7 @@ def test_torchrun_takes_no_option_for_its_own(command: str) -> None:
     [
         (["--skip", "nosie"], "no stage 'nosie' to skip"),
         (["--for", "transfomers"], "transformers"),
-        (["--run-file", "no/such/folder/run.json"], "for the run"),
+        (["--run-file", "no/such/folder/run.json"], "the run cannot be written"),
         (["--on", "cuda"], "finds no cuda device"),
         (["--on", "a100-41gb"], "a100-40gb"),
         (["--resume"], "no run to resume"),

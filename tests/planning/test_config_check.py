@@ -192,14 +192,6 @@ def test_a_path_that_is_none_is_refused(path: Any) -> None:
         bw.check_config(path)
 
 
-def test_a_folder_or_a_binary_file_is_said_to_be_one(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="Is a directory"):
-        bw.check_config(tmp_path)
-    (tmp_path / "weights.json").write_bytes(b"\x80\x00\xff")
-    with pytest.raises(InvalidInputError, match="is not text"):
-        bw.check_config(tmp_path / "weights.json")
-
-
 def test_yaml_without_its_reader_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

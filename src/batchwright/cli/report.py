@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from batchwright.cli.options import json_option, print_json
-
-if TYPE_CHECKING:
-    from batchwright.errors import BatchwrightError
 
 
 @click.command("report")
@@ -31,6 +27,7 @@ def command(run_file: str, output: str | None, png: str | None, as_json: bool) -
     """
     from batchwright.report.page.page import draw_page
     from batchwright.tuning.run_file import read_run_file
+    from batchwright.users_files import replace_file
 
     run = read_run_file(run_file)
     page = Path(output) if output is not None else _beside(Path(run_file))
@@ -39,7 +36,8 @@ def command(run_file: str, output: str | None, png: str | None, as_json: bool) -
         from batchwright.report.run_png import check_png
 
         check_png(png)
-    written = [_write(page, draw_page(run))]
+    replace_file(page, draw_page(run).encode(), what="the report", option="-o FILE")
+    written = [str(page)]
     if png is not None:
         from batchwright.report.run_png import draw_png
 
@@ -54,6 +52,7 @@ def command(run_file: str, output: str | None, png: str | None, as_json: bool) -
 def _check_places(run_file: Path, page: Path, png: Path | None) -> None:
     """Refuse to write over the run, or one file over the other."""
     from batchwright.errors import InvalidInputError
+    from batchwright.users_files import check_place
 
     for place in (page, *([] if png is None else [png])):
         # os.path: a name that is too long is told of when it is written.
@@ -63,9 +62,9 @@ def _check_places(run_file: Path, page: Path, png: Path | None) -> None:
         raise InvalidInputError(
             f"the page and the picture cannot both be '{png}'.", remedy="another name for one of them"
         )
-    for place in (page, *([] if png is None else [png])):
-        if not place.absolute().parent.is_dir():
-            raise _cannot_write(place, "there is no such folder", option="--png" if place is png else "-o")
+    check_place(page, what="the report", option="-o FILE")
+    if png is not None:
+        check_place(png, what="the picture", option="--png FILE")
 
 
 def _beside(run_file: Path) -> Path:
@@ -74,22 +73,3 @@ def _beside(run_file: Path) -> Path:
     if not run_file.is_file() or run_file.absolute().is_relative_to("/dev"):  # such as /dev/stdin
         raise InvalidInputError(f"'{run_file}' is no file that a page could stand beside.", remedy="-o report.html")
     return run_file.with_suffix(".html")
-
-
-def _write(page: Path, text: str) -> str:
-    from batchwright.tuning.run_file import replace_file
-
-    try:
-        replace_file(page, text.encode())
-    except OSError as error:
-        raise _cannot_write(page, error.strerror or str(error)) from None
-    return str(page)
-
-
-def _cannot_write(place: Path, why: str, *, option: str = "-o") -> BatchwrightError:
-    from batchwright.errors import BatchwrightError
-
-    return BatchwrightError(
-        f"the report cannot be written to '{place}': {why[:1].lower()}{why[1:]}.",
-        remedy=f"another place: {option} FILE, in a folder that exists and has room",
-    )

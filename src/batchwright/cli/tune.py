@@ -53,6 +53,7 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
     from batchwright.cli.estimate import parse_shape
     from batchwright.report.console import render_plain
     from batchwright.targets import find_target
+    from batchwright.users_files import check_place
 
     options["shape"] = parse_shape(options.pop("shapes"))
     options["skip"] = tuple(name.strip() for name in (options["skip"] or "").split(",") if name.strip())
@@ -68,11 +69,7 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
         find_dialect(framework)
     find_target(target)
     file = Path(options["file"]).absolute()
-    if not file.parent.is_dir():
-        problem = f"no folder '{file.parent}' for the run."
-        raise InvalidInputError(problem, remedy="--run-file FILE in a folder that exists")
-    if file.is_dir():
-        raise InvalidInputError(f"'{file}' is a folder, not a file for the run.", remedy="--run-file run.json")
+    check_place(file, what="the run", option="--run-file FILE")
     speaks = is_first_rank()
     found = _tune(target, options, speaks=speaks)
     if not speaks:

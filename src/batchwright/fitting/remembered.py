@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from batchwright.fitting.result import NextSize
 from batchwright.fitting.search import Seen
 from batchwright.state.interrupts import uninterrupted
 from batchwright.units import LARGEST_COUNT, shortened
+from batchwright.users_files import read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -68,10 +68,10 @@ class Answers:
             return None, ""
         file = self._file(self._folder, key)
         try:
-            text = _read_regular(file)
+            text = read_bytes(file, most_bytes=_MOST_BYTES, may_be_pipe=False)
         except FileNotFoundError:
             return None, ""
-        except (OSError, ValueError) as error:
+        except OSError as error:
             return None, f"a remembered answer was ignored: it cannot be read ({_said(error)})"
         try:
             found = _read(text, key)
@@ -121,14 +121,6 @@ class Answers:
         return folder / f"{key}.json"
 
 
-def _read_regular(file: Path) -> bytes:
-    """Read the beginning of a plain file; anything else (a pipe, a device) may never answer, and is refused."""
-    with open(file, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as opened:
-        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-            raise OSError("it is not a plain file")
-        return opened.read(_MOST_BYTES + 1)
-
-
 def from_remembered(size: int, fallback: Callable[[], Generator[int, Seen, None]]) -> Generator[int, Seen, None]:
     """Try a remembered size first: one probe certifies it; where it does not fit, search as if nothing were known.
 
@@ -176,8 +168,6 @@ def _default_folder() -> Path | None:
 
 def _read(text: bytes, key: str) -> Remembered:
     """Check every field, for anybody may have written the file; a ValueError says what is wrong."""
-    if len(text) > _MOST_BYTES:
-        raise ValueError(f"it is larger than {_MOST_BYTES:,} bytes")
     entry = json.loads(text)
     if not isinstance(entry, dict):
         raise ValueError("it is no JSON object")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +17,11 @@ from batchwright.device.device import open_device
 from batchwright.device.peak_bytes import PeakBytes
 from batchwright.errors import InvalidInputError, NothingFitsError, StepFailedError
 from batchwright.units import format_bytes, shortened, whole_number
+from batchwright.users_files import check_place, read_text, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from batchwright.catalogue.gpus import Context
     from batchwright.workload import Workload
@@ -68,6 +69,8 @@ def record_run(
 
     Best in a process of its own that has the card to itself: what others hold of it would be taken for the context.
     """
+    if file is not None:
+        check_place(file, what="the recorded run", option="file=")
     device = open_device(on)
     if device.kind != "accelerator":
         raise InvalidInputError(f"a run is recorded on a card of this machine; {on} is none.", remedy="--on cuda")
@@ -89,14 +92,15 @@ def record_run(
         torch.version.cuda or "",
     )
     if file is not None:
-        Path(file).write_text(json.dumps(run.to_dict(), indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(run.to_dict(), indent=2) + "\n"
+        replace_file(file, text.encode(), what="the recorded run", option="file=")
     return run
 
 
 def read_run(file: str | Path) -> RecordedRun:
     """Read what `record_run` wrote."""
     try:
-        told = json.loads(Path(file).read_text(encoding="utf-8"))
+        told = json.loads(read_text(file))
         schema = told.pop("schema")
         if schema != _SCHEMA:
             raise InvalidInputError(f"'{file}' has schema {shortened(schema)}; this version reads {_SCHEMA}.")
@@ -106,7 +110,7 @@ def read_run(file: str | Path) -> RecordedRun:
         raise
     except OSError as error:
         raise InvalidInputError(f"'{file}' cannot be read: {error.strerror}.") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidInputError(
             f"'{file}' is no recorded run: {error}.", remedy="bw.record_run(workload, micro_batch=..., file=...)"
         ) from None

@@ -8,6 +8,7 @@ from typing import Any
 
 from batchwright.errors import InvalidInputError, import_extra
 from batchwright.units import shortened
+from batchwright.users_files import read_text
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -16,13 +17,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise InvalidInputError(f"a config file is named by its path; received {shortened(path)}.")
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = read_text(file, encoding="utf-8-sig")
     except FileNotFoundError:
         raise InvalidInputError(f"no config file at '{file}'.", remedy=_nearby(file)) from None
-    except UnicodeDecodeError:
-        raise InvalidInputError(f"'{file}' is not text; a JSON or YAML file is expected.") from None
     except OSError as error:
-        raise InvalidInputError(f"cannot read '{file}': {error.strerror or error}.") from None
+        raise InvalidInputError(
+            f"cannot read '{file}': {error.strerror}.", remedy="a JSON or YAML file of settings"
+        ) from None
     if not text.strip():
         raise InvalidInputError(f"'{file}' is empty; a JSON or YAML mapping of settings is expected.")
     data = _parse_yaml(file, text) if file.suffix.lower() in {".yaml", ".yml"} else _parse_json(file, text)

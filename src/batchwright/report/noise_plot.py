@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError, import_extra
+from batchwright.users_files import check_place, replace_file
 
 if TYPE_CHECKING:
     from batchwright.noise.noise_run_result import NoiseRun
@@ -21,8 +23,7 @@ def check_ending(path: str) -> None:
     """
     if Path(path).suffix.lower() not in ENDINGS:
         raise InvalidInputError(f"a plot is written to a file that ends in {', '.join(ENDINGS)}; received {path!r}.")
-    if not Path(path).absolute().parent.is_dir():
-        raise InvalidInputError(f"no folder for the plot at '{Path(path).parent}'.")
+    check_place(path, what="the plot", option="--plot FILE")
     import_extra("matplotlib", extra="plot", purpose="drawing a plot")
 
 
@@ -59,7 +60,9 @@ def plot_noise(run: NoiseRun, path: str) -> None:
     losses.plot(steps, [point.loss for point, _ in points], color="tab:red", alpha=0.7, label="loss")
     losses.set_ylabel("loss")
     _legend(axes, losses)
-    picture.savefig(path, dpi=150)
+    drawn = io.BytesIO()
+    picture.savefig(drawn, format=Path(path).suffix[1:].lower(), dpi=150)
+    replace_file(path, drawn.getvalue(), what="the plot", option="--plot FILE")
 
 
 def _legend(*axes: Any) -> None:

@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchwright.errors import BatchwrightError, InvalidInputError, import_extra
+from batchwright.errors import InvalidInputError, import_extra
 from batchwright.report.page.answer import answer_sentence
 from batchwright.report.page.figures import memory
 from batchwright.report.page.markup import printable
@@ -25,7 +25,7 @@ from batchwright.report.page.series import (
     speeds,
     times_to_target,
 )
-from batchwright.tuning.run_file import replace_file
+from batchwright.users_files import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,13 +86,7 @@ def draw_png(run: Data, path: str | Path) -> None:
                 _say_missing(axes, why_missing(run, section) if section_of(run, section) is None else "nothing to draw")
         drawn = io.BytesIO()
         picture.savefig(drawn, format="png", dpi=150)
-    try:
-        replace_file(Path(path), drawn.getvalue())
-    except OSError as error:
-        raise BatchwrightError(
-            f"the picture cannot be written to '{path}': {error.strerror or error}.",
-            remedy="another place: --png FILE, in a folder that exists and has room",
-        ) from None
+    replace_file(path, drawn.getvalue(), what="the picture", option="--png FILE")
 
 
 def _drawable(value: Any, longest: int = 300) -> Any:

@@ -7,7 +7,7 @@ Promises:
 
 from __future__ import annotations
 
-import os
+import io
 import sys
 import time
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 
 from batchwright.errors import InvalidInputError
 from batchwright.units import counted, shortened
+from batchwright.users_files import MOST_BYTES, check_place, read_bytes, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,10 +83,10 @@ def measure_lengths(
     """Call a function once on every sample, and keep what it said in a file where one is named."""
     number = len(dataset)
     file = None if remember is None else Path(remember)
-    if file is not None and not file.parent.is_dir():
-        raise InvalidInputError(f"lengths are to be remembered in '{file}', and there is no such folder.")
+    if file is not None:
+        check_place(file, what="the lengths", option="remember=")
     if file is not None and file.exists():
-        known = _remembered(file)
+        known = _remembered(file, number)
         if len(known) != number:
             raise InvalidInputError(
                 f"'{file}' remembers the lengths of {counted(len(known), 'sample')}, the dataset has {number:,}.",
@@ -102,19 +103,19 @@ def measure_lengths(
     lengths = read_lengths(found)
     if file is not None:
         # Written aside and moved, so that no other rank reads half of it.
-        aside = file.with_name(f"{file.name}.{os.getpid()}")
-        with aside.open("wb") as stream:
-            np.save(stream, lengths, allow_pickle=False)
-        aside.replace(file)
+        content = io.BytesIO()
+        np.save(content, lengths, allow_pickle=False)
+        replace_file(file, content.getvalue(), what="the lengths", option="remember=")
     return lengths
 
 
-def _remembered(file: Path) -> npt.NDArray[np.int64]:
+def _remembered(file: Path, number: int) -> npt.NDArray[np.int64]:
+    most_bytes = max(MOST_BYTES, 32 * number)  # two lengths for each take 16
     try:
-        return read_lengths(np.load(file, allow_pickle=False))
+        return read_lengths(np.load(io.BytesIO(read_bytes(file, most_bytes=most_bytes, may_be_pipe=False))))
     except (OSError, ValueError, EOFError) as error:
         raise InvalidInputError(
-            f"'{file}' holds no lengths that can be read: {error}.",
+            f"'{file}' holds no lengths that can be read: {getattr(error, 'strerror', None) or error}.",
             remedy="delete the file, and they are measured anew",
         ) from None
 

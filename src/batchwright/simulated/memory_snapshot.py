@@ -10,6 +10,8 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING, Any
 
+from batchwright.users_files import replace_file
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -75,8 +77,7 @@ class History:
 
 def write_snapshot(file: Path, history: History, allocator: CachingAllocator) -> None:
     """Write the snapshot as `torch.cuda.memory._dump_snapshot` does."""
-    with file.open("wb") as stream:
-        pickle.dump(history.snapshot(allocator), stream)
+    replace_file(file, pickle.dumps(history.snapshot(allocator)), what="the snapshot", option="--snapshot FILE")
 
 
 def _frames(owner: Owner) -> list[dict[str, Any]]:

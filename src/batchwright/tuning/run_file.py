@@ -1,29 +1,21 @@
 """A run as one JSON file: written whole or not at all, and read back with a clear word where it cannot be.
 
 Promises:
-- a file is replaced at once: a full disk, or a process that is killed, leaves the one before;
-- only a plain file is replaced: a device or a pipe is written into, a link stays a link;
-- a pipe without another end is refused, not waited for;
 - every section is there: what `--json` of its command prints, or `{"skipped": reason}`.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from batchwright.errors import BatchwrightError, InvalidInputError
+from batchwright.errors import InvalidInputError
+from batchwright.users_files import read_text, replace_file
 
 KIND, SCHEMA = "batchwright run", 1
 SECTIONS = ("workload", "estimate", "fit", "throughput", "audit", "noise", "plan", "recommendation")
-# How long a pipe may stay without a writer before it is refused.
-_WRITER_SECONDS = 3
 _NUMBER = (int, float)
 _MAYBE = (*_NUMBER, None)
 _CRITICAL = {
@@ -80,72 +72,21 @@ def is_done(section: dict[str, Any]) -> bool:
 def write_run(run: dict[str, Any], file: Path) -> None:
     """Replace the file by this run; a number that is none, or infinite, is written as null."""
     text = json.dumps(_finite(run), indent=1, allow_nan=False) + "\n"
-    try:
-        replace_file(file, text.encode())
-    except OSError as error:
-        raise BatchwrightError(
-            f"the run cannot be written to '{file}': {error.strerror or error}.",
-            remedy="another place: --run-file FILE, in a folder that exists and has room",
-        ) from None
-
-
-def replace_file(file: Path, content: bytes) -> None:
-    """Write a file beside and put it in its place, or leave the one before and raise OSError."""
-    # To replace a device would destroy it: as root, `--run-file /dev/null` would take it from the whole machine.
-    if file.exists() and not file.is_file():
-        _write_into(file, content)
-        return
-    place = Path(os.path.realpath(file))
-    beside = place.parent / f".{place.name}.{os.getpid()}"
-    try:
-        beside.write_bytes(content)
-        beside.replace(place)
-    except OSError:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise
-
-
-def _write_into(file: Path, content: bytes) -> None:
-    """Write into a device or a pipe; a pipe that nobody reads is an error at once, not a wait without end."""
-    number = os.open(file, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
-    with open(number, "wb") as stream:
-        os.set_blocking(number, True)
-        stream.write(content)
-
-
-def _read(path: Path) -> str:
-    """Read a file, or a pipe, once something writes into it."""
-    if not path.is_fifo():
-        return path.read_text(encoding="utf-8")
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with open(number, "rb") as stream:
-        begun, end = b"", time.monotonic() + _WRITER_SECONDS
-        while not begun:
-            try:
-                begun = os.read(number, 1)  # nothing at all: nobody has it open for writing
-            except BlockingIOError:
-                break  # somebody has, and takes the time it needs
-            if not begun and time.monotonic() > end:
-                raise OSError(errno.EPIPE, f"it is a pipe, and nobody wrote into it for {_WRITER_SECONDS} s")
-            time.sleep(0 if begun else 0.02)
-        os.set_blocking(number, True)
-        return (begun + stream.read()).decode("utf-8")
+    replace_file(file, text.encode(), what="the run", option="--run-file FILE")
 
 
 def read_run_file(file: str | Path) -> dict[str, Any]:
     """Return the run in a file."""
     path = Path(file)
     try:
-        text = _read(path)
+        text = read_text(path)
     except FileNotFoundError:
         raise InvalidInputError(
             f"no run at '{path}'.", remedy="batchwright tune TARGET writes one; --run-file FILE says where"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        why = (error.strerror or str(error)).lower() if isinstance(error, OSError) else "it is no text"
+    except OSError as error:
         raise InvalidInputError(
-            f"the run at '{path}' cannot be read: {why}.", remedy="the file that tune wrote"
+            f"the run at '{path}' cannot be read: {error.strerror}.", remedy="the file that tune wrote"
         ) from None
     try:
         run = _finite(json.loads(text))
