@@ -24,7 +24,7 @@ from batchwright.device.host import HostDevice
 from batchwright.device.outcome import Outcome, judge
 from batchwright.device.peak_bytes import PeakBytes
 from batchwright.device.probing import ProbesWhatItWatches
-from batchwright.device.process_memory import PeakWatch, give_back, limited_to
+from batchwright.device.process_memory import PeakWatch, give_back, holes_filled, limited_to
 from batchwright.state.kept_tensor import storages_of
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ class LimitedHost(ProbesWhatItWatches):
         """Run anything under the budget and say how it ended."""
         _import_the_rest()
         clear_kernel_buffers()
-        give_back()
-        with PeakWatch() as watch:
+        with holes_filled(), PeakWatch() as watch:
             outside = watch.bytes_before - self.held_bytes - _HEAPS_DIFFER_BYTES
             # Threads first: their stacks belong to the budget, but OpenMP ends the process if it cannot start one.
             torch.ones(_ENOUGH_FOR_ALL_THREADS).add_(1)

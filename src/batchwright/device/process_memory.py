@@ -7,7 +7,8 @@ Promises:
   under which the same step ran.
 
 One change lasts: glibc is told to give blocks of 64 KiB and more back to the system as soon as they are freed.
-Without that, freed memory stays in the process, and what fits depends on what ran before.
+Without that, freed memory stays in the process, and what fits depends on what ran before. What was freed inside the
+heap before that stays there; `holes_filled` takes it, so that a step cannot use it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 # From malloc.h of glibc.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _THRESHOLD = 65536
+_LARGEST_HOLE = 2**28
+# From malloc.c of glibc: a block that has a mapping of its own, in the word before it.
+_IS_MMAPPED = 2
 # The same for a process that is about to start.
 PINNED_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(_THRESHOLD), "MALLOC_TRIM_THRESHOLD_": str(_THRESHOLD)}
 
@@ -109,6 +113,46 @@ def give_back() -> None:
         libc.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD)
         libc.mallopt(_M_TRIM_THRESHOLD, _THRESHOLD)
         libc.malloc_trim(0)
+
+
+@contextmanager
+def holes_filled() -> Iterator[int]:
+    """Take what is free inside the heap until this ends, and tell how many bytes that is.
+
+    A tensor that fits into such a hole needs no new memory, and no limit sees it: a process that had freed 40 tensors
+    of 1 MiB found 14 % more samples within 64 MiB than a fresh one. Above the pinned threshold glibc looks for a hole
+    first and maps new memory otherwise, so that each size is asked for until it has a mapping of its own.
+    """
+    blocks: list[int] = []
+    num_bytes = 0
+    give_back()
+    libc = _glibc()
+    try:
+        size = _LARGEST_HOLE
+        while libc is not None and size >= _THRESHOLD:
+            block = libc.malloc(size)
+            if block and not ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value & _IS_MMAPPED:
+                blocks.append(block)
+                num_bytes += libc.malloc_usable_size(block)
+                continue
+            libc.free(block)
+            size //= 2
+        yield num_bytes
+    finally:
+        for block in blocks:
+            libc.free(block)
+
+
+def _glibc() -> Any:
+    """Return the C library if it is glibc, whose blocks can be told apart; None elsewhere."""
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        assert libc.gnu_get_libc_version
+        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+        libc.malloc_usable_size.restype, libc.malloc_usable_size.argtypes = ctypes.c_size_t, (ctypes.c_void_p,)
+        libc.free.restype, libc.free.argtypes = None, (ctypes.c_void_p,)
+        return libc
+    return None
 
 
 def room_under_the_limit() -> int | None:

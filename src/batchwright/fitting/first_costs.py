@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from batchwright.device.limited_host import clear_kernel_buffers
-from batchwright.device.process_memory import give_back, read_memory
+from batchwright.device.process_memory import holes_filled, read_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,9 +47,9 @@ class FirstCosts:
 def _held_bytes() -> int:
     gc.collect()
     clear_kernel_buffers()
-    give_back()
-    reading = read_memory()
-    return 0 if reading is None else reading.data
+    with holes_filled() as free_bytes:
+        reading = read_memory()
+    return 0 if reading is None else reading.data - free_bytes
 
 
 def _stacks_of_torchs_threads() -> int:
