@@ -4,12 +4,14 @@ oneDNN computes convolutions, LSTMs and 16-bit matrix products in layouts of its
 type, threads and processor which copies it makes: a bf16 product takes tiles per thread on one processor, its whole
 result in fp32 on the next, nothing on a third. No rule of ours would hold on the next processor. So the kernel is run
 at sizes that cost little, its allocations are recorded, and each of them is extended to the real size: a copy of
-activations grows with the batch, a copy of weights does not, a result grows with rows times columns.
+activations grows with the batch, a copy of weights does not, a result grows with rows times columns, and buffers for
+tiles grow no more once a length holds several of them.
 
 Promises:
 - what is cheap itself is run as it is;
 - sizes are compared only where the kernel made the same allocations in the same order, else larger ones are run, up
   to the real one;
+- an allocation is taken to grow along a length only if it grew in a straight line over three lengths;
 - an operator is run once per shape, strides, type, number of threads and settings of oneDNN;
 - where a matrix product does not go to oneDNN and copies no operand, nothing is run at all.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, combinations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +39,17 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 # So much of an activation is worth running for real: some ten milliseconds of a kernel.
 CHEAP_BYTES = 2 * 2**20
-# Likewise in multiplications, for a kernel of oneDNN or a BLAS; torch's own loops over 16-bit types are as much slower.
-CHEAP_PRODUCTS, CHEAP_PRODUCTS_OF_A_LOOP = 2**26, 2**21
+# Likewise in multiplications: for a kernel of oneDNN, for a BLAS, and for torch's own loops over 16-bit types.
+CHEAP_PRODUCTS_OF_ONEDNN, CHEAP_PRODUCTS, CHEAP_PRODUCTS_OF_A_LOOP = 2**32, 2**26, 2**21
+# To write a byte of memory takes as long as so many multiplications, and there may not be that many bytes.
+_PRODUCTS_OF_A_BYTE = 2**6
 _LSTM, _LSTM_BACKWARD = _aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default
 _GROUPED_MM = _aten._grouped_mm.default
 _TILE = 64
+# oneDNN's buffers for tiles grow up to lengths of 1,024 (2,048 were tried); below that a copy looks the same.
+_SEVERAL_TILES = 512
+# How far a slope may differ from the one before it and still be the same.
+_STRAIGHT = 0.1
 _WORKSPACE = 22  # the last argument of the backward of an LSTM: what its forward kept
 _OFFSETS = 2  # where a grouped product is told which rows are whose
 
@@ -178,40 +186,70 @@ def allocations_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | N
     lengths = question.lengths()
     budget = question.budget()
     while True:
-        larger = question.shrunk(lengths, budget)
-        if larger == lengths:
+        small = question.shrunk(lengths, budget)
+        if small == lengths:
             return question.asked(lengths)
-        smaller = tuple(
-            length if length == real else question.next_below(i, length, real)
-            for i, (length, real) in enumerate(zip(larger, lengths, strict=True))
-        )
-        extended = _extended(question, smaller, larger, lengths)
+        extended = _extended(question, small, lengths)
         if extended is not None:
             return extended
         budget *= 2
 
 
-def _extended(
-    question: _Question, smaller: tuple[int, ...], larger: tuple[int, ...], real: tuple[int, ...]
-) -> tuple[int, ...] | None:
-    """From the corners of a box of sizes to the real one: exact for whatever is a sum of products of lengths."""
-    sides: list[list[tuple[int, float]]] = []
-    for low, high, length in zip(smaller, larger, real, strict=True):
-        steps = (length - low) / (high - low) if high > low else 0.0
-        sides.append([(low, 1 - steps), (high, steps)] if high > low else [(length, 1.0)])
-    corners = list(product(*sides))
-    recorded = [question.asked(tuple(length for length, _ in corner)) for corner in corners]
-    if len({tuple(num_bytes > 0 for num_bytes in events) for events in recorded}) > 1:
+def _extended(question: _Question, small: tuple[int, ...], real: tuple[int, ...]) -> tuple[int, ...] | None:
+    """From small sizes to the real one: exact for whatever is a sum of products of lengths; None if they tell nothing.
+
+    Each allocation is carried on over the corners of a box of sizes, along the lengths with which it grows.
+    """
+    shrunk = [i for i, (length, whole) in enumerate(zip(small, real, strict=True)) if length < whole]
+    below = {i: question.next_below(i, small[i], real[i]) for i in shrunk}
+    far_below = {i: question.next_below(i, below[i], real[i]) for i in shrunk}
+
+    def smaller(lengths: Mapping[int, int]) -> tuple[int, ...]:
+        return tuple(lengths.get(i, length) for i, length in enumerate(small))
+
+    corners = [smaller({i: below[i] for i in lower}) for lower in _subsets(shrunk)]
+    sizes = [*corners, *(smaller({i: far_below[i]}) for i in shrunk)]
+    recorded = dict(zip(sizes, map(question.asked, sizes), strict=True))
+    if len({tuple(num_bytes > 0 for num_bytes in events) for events in recorded.values()}) > 1:
         if question.func in _ALWAYS:
             return None
-        recorded = [_peak_alone(events) for events in recorded]
-        if len({len(events) for events in recorded}) > 1:
+        recorded = {size: _peak_alone(events) for size, events in recorded.items()}
+        if len({len(events) for events in recorded.values()}) > 1:
             return None
-    weights = [prod(weight for _, weight in corner) for corner in corners]
-    return tuple(
-        round(sum(weight * num_bytes for weight, num_bytes in zip(weights, events, strict=True)))
-        for events in zip(*recorded, strict=True)
-    )
+    extended = []
+    for event, num_bytes in enumerate(recorded[small]):
+        growing = [
+            i
+            for i in shrunk
+            if _is_straight(
+                (far_below[i], recorded[smaller({i: far_below[i]})][event]),
+                (below[i], recorded[smaller({i: below[i]})][event]),
+                (small[i], num_bytes),
+            )
+        ]
+        steps = {i: (real[i] - below[i]) / (small[i] - below[i]) for i in growing}
+        total = sum(
+            prod(1 - steps[i] if i in lower else steps[i] for i in growing)
+            * recorded[smaller({i: below[i] for i in lower})][event]
+            for lower in _subsets(growing)
+        )
+        extended.append(round(total))
+    return tuple(extended)
+
+
+def _subsets(items: Sequence[int]) -> list[tuple[int, ...]]:
+    return [subset for count in range(len(items) + 1) for subset in combinations(items, count)]
+
+
+def _is_straight(first: tuple[int, int], second: tuple[int, int], third: tuple[int, int]) -> bool:
+    """Whether bytes grow by as much from the second length to the third as from the first to the second.
+
+    >>> _is_straight((1, 10), (2, 20), (4, 40)), _is_straight((1, 10), (2, 20), (4, 20))
+    (True, False)
+    """
+    (low, low_bytes), (middle, middle_bytes), (high, high_bytes) = first, second, third
+    before, after = (middle_bytes - low_bytes) / (middle - low), (high_bytes - middle_bytes) / (high - middle)
+    return before != 0 and abs(after / before - 1) <= _STRAIGHT
 
 
 def _peak_alone(events: tuple[int, ...]) -> tuple[int, ...]:
@@ -267,16 +305,28 @@ class _Question:
         """How much of it is run: bytes of a sample, or multiplications."""
         if self.func in _ALWAYS:
             return CHEAP_BYTES
-        operand = self._tensor(self._extents()[-1].places[0][0])
-        is_fast = operand.dtype in (torch.float32, torch.float64) or goes_to_onednn(operand.dtype)
+        if self._is_onednns():
+            return CHEAP_PRODUCTS_OF_ONEDNN
+        is_fast = self._operand().dtype in (torch.float32, torch.float64)
         return CHEAP_PRODUCTS if is_fast else CHEAP_PRODUCTS_OF_A_LOOP
+
+    def _operand(self) -> torch.Tensor:
+        operand: torch.Tensor = self._tensor(self._extents()[-1].places[0][0])
+        return operand
+
+    def _is_onednns(self) -> bool:
+        return self.func in _PRODUCTS and goes_to_onednn(self._operand().dtype)
 
     def _cost(self, lengths: tuple[int, ...]) -> int:
         if self.func in _ALWAYS:
             scaled = self.args[0]
             return int(lengths[0] * scaled.shape[1:].numel() * scaled.element_size())
-        width = self.args[0].shape[-1] if self.func in _ATTENTION else 1
-        return width * prod(lengths)
+        if self.func in _ATTENTION:
+            return int(self.args[0].shape[-1] * prod(lengths))
+        # Each tensor of a product lacks one of its lengths.
+        *batch, rows, inner, columns = (1, *lengths) if len(lengths) > 2 else (1, *lengths, 1)
+        num_elements = prod(batch) * (rows * inner + inner * columns + rows * columns)
+        return max(prod(lengths), num_elements * self._operand().element_size() * _PRODUCTS_OF_A_BYTE)
 
     def shrunk(self, lengths: tuple[int, ...], budget: int) -> tuple[int, ...]:
         """Lengths at which the call costs no more than the budget, or the smallest that tell enough."""
@@ -299,11 +349,17 @@ class _Question:
 
     def _smallest(self, index: int) -> int:
         # With less than a share for each thread a kernel may keep fewer sums of weights, or work on fewer tiles.
-        return self._extents()[index].least or max(2, torch.get_num_threads())
+        least = self._extents()[index].least or max(2, torch.get_num_threads())
+        return _SEVERAL_TILES if least == _TILE and self._is_onednns() else least
 
     def _can_shrink(self, index: int, length: int, real: int) -> bool:
-        below = self.next_below(index, length, real)
-        return below < length and self.next_below(index, below, real) < below
+        """Whether a smaller length has two below it, to see how allocations grow."""
+        for _ in range(3):
+            below = self.next_below(index, length, real)
+            if below == length:
+                return False
+            length = below
+        return True
 
     def next_below(self, index: int, length: int, real: int) -> int:
         """The next smaller length, or the same if there is none."""
