@@ -7,7 +7,6 @@ import signal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import batchwright as bw
@@ -35,6 +34,17 @@ def adam(parameters: object) -> torch.optim.Optimizer:
 def mlp() -> bw.Workload:
     """Lies picklable too: nothing in it is a lambda."""
     return bw.Workload(model=build, batch=batch, loss=loss, optimizer=adam)
+
+
+def interrupted() -> bw.Workload:
+    """Raises an interrupt of its own, but not while it is traced."""
+
+    def interrupting(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        if type(inputs) is torch.Tensor:
+            raise KeyboardInterrupt
+        return loss(model, inputs)
+
+    return bw.Workload(model=build, batch=batch, loss=interrupting, optimizer=adam)
 
 
 def with_bug() -> bw.Workload:
@@ -76,6 +86,8 @@ def on_ranks(wrap: str, *, sick_rank: int | None = None, how: str = "") -> bw.Wo
     def spread(model: nn.Module) -> nn.Module:
         if wrap == "ddp":
             return DistributedDataParallel(model)
+        from torch.distributed.fsdp import fully_shard  # here: it takes a second, and most probes need none
+
         fully_shard(model)
         return model
 

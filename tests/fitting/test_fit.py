@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,9 @@ import torch
 from torch import nn
 
 import batchwright as bw
-from batchwright.errors import InvalidInputError, NothingFitsError, StepFailedError
+from batchwright.errors import BatchwrightError, InvalidInputError, NothingFitsError, StepFailedError
+from batchwright.fitting.isolated import Child
+from batchwright.fitting.job import Job
 from tests.fitting import targets
 
 TARGETS = Path(targets.__file__)
@@ -76,17 +81,18 @@ def test_a_live_workload_is_predicted_then_certified() -> None:
     assert not optimizer.state
 
 
-def test_a_target_runs_in_children_and_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATCHWRIGHT_CACHE", str(tmp_path))
+def test_a_target_runs_in_children() -> None:
     said: list[str] = []
     found = bw.fit(f"{TARGETS}:mlp", memory=64 * MIB, limit=40, progress=said.append)
     assert (found.micro_batch, len(found.trials)) == (40, 1)
     assert found.reason == "the limit is 40"
     assert found.peak is not None
     assert "trying micro-batch 40" in said
-    again = bw.fit(f"{TARGETS}:mlp", memory=64 * MIB, limit=40)
-    assert again.micro_batch == 40
-    assert any("remembered" in note for note in again.notes)
+
+
+def test_an_interrupt_in_a_child_ends_the_search() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        bw.fit(f"{TARGETS}:interrupted", memory=64 * MIB, limit=4, cache=False)
 
 
 def test_a_bug_in_a_child_keeps_its_traceback() -> None:
@@ -100,6 +106,16 @@ def test_a_child_that_is_killed_is_an_outcome() -> None:
     found = bw.fit(f"{TARGETS}:killed_above_100", memory=200 * MIB, start=100, limit=101, cache=False)
     assert found.micro_batch == 100
     assert found.trials[-1].rule == "killed"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_child_that_is_told_to_end_is_no_mistake_of_the_users(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "log").touch()
+    process = subprocess.Popen([sys.executable, "-S", "-c", f"import os; os.kill(os.getpid(), {number:d})"])
+    process.wait()
+    with pytest.raises(BatchwrightError, match=f"micro-batch 8 was ended by {number.name}") as raised:
+        Child(Job(8), tmp_path, process, 0.0).outcome()
+    assert raised.value.exit_code == 1
 
 
 def test_a_picklable_workload_can_be_isolated_and_another_says_why_not() -> None:

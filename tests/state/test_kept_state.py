@@ -266,7 +266,7 @@ def probe(world: World, end: str) -> None:
 def _fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # A collection is a fifth of a second in a process that holds all of torch; and where another process has one of
     # the cores, each parallel operator waits for its second thread, 40 ms at a time.
-    monkeypatch.setattr(gc, "collect", lambda: 0)
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -472,7 +472,7 @@ class TestModules:
         assert model.weight.main_grad.tolist() == [0, 0]
         assert not hasattr(model.weight, "seen")
 
-    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
     def test_a_scripted_module(self) -> None:
         model = torch.jit.script(nn.BatchNorm1d(2))
         before = [tensor.tolist() for tensor in model.state_dict().values()]
@@ -749,7 +749,7 @@ class TestFailuresOnTheWayBack:
 
     def test_garbage_of_the_probe_is_collected(self, monkeypatch: pytest.MonkeyPatch) -> None:
         collected = []
-        monkeypatch.setattr(gc, "collect", lambda: collected.append(True))
+        monkeypatch.setattr(gc, "collect", lambda *_: collected.append(True))
         with pytest.raises(ExceptionGroup), kept([Stubborn(ValueError())]):
             assert not collected
         assert collected

@@ -501,3 +501,31 @@ class TestInterrupts:
         assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert not torch_optimizer._global_optimizer_post_hooks
+
+    @pytest.mark.parametrize("was_frozen", [True, False])
+    def test_garbage_is_looked_for_among_new_objects_only(self, was_frozen: bool) -> None:
+        if was_frozen:
+            gc.freeze()
+        try:
+            with untouched(), untouched(is_traced=True):
+                inside = gc.get_freeze_count()
+            assert inside > 0
+            assert (gc.get_freeze_count() > 0) == was_frozen
+        finally:
+            gc.unfreeze()
+
+    def test_before_the_next_probe_too(self) -> None:
+        sizes: list[int] = []
+        dtypes: list[str] = []
+
+        def train(batch_size: int) -> None:
+            sizes.append(batch_size)
+            dtypes.append(str(torch.get_default_dtype()))
+            torch.set_default_dtype(torch.float64)
+            if batch_size > 2:
+                raise MemoryError
+
+        bw.find_batch_size(train, 8, limit=8, on="cpu")()
+        torch.set_default_dtype(torch.float32)
+        assert len(sizes) > 2, "several calls were needed"
+        assert set(dtypes) == {"torch.float32"}

@@ -47,6 +47,8 @@ def main() -> None:
         answer: dict[str, Any] = {"outcome": run_job(job, lambda failure: _write_failure(failure, place)).to_dict()}
     except BatchwrightError as error:
         answer = {"error": error.to_dict()}
+    except KeyboardInterrupt:
+        answer = {"interrupted": True}  # the whole run ends, as if it had been raised here
     except BaseException as error:
         answer = {"raised": users_traceback_text(error)}
     write_answer(answer, place)

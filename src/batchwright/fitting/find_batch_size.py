@@ -21,7 +21,7 @@ from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.fitting.budget import Budget, open_budget
 from batchwright.fitting.result import Fit
 from batchwright.fitting.second_step import STEPS_OF_A_PROBE, CutCalls
-from batchwright.fitting.series import Cap, cheap_collections, run_series
+from batchwright.fitting.series import Cap, run_series
 from batchwright.fitting.training_function import Returned, Sizes, TrainingFunction
 from batchwright.planning.plan import plan
 from batchwright.planning.split import largest_divisor
@@ -194,15 +194,14 @@ class BatchSizeFinder(Generic[Returned]):
 
         search = self._sizes.search(start=self._start)
         try:
-            with cheap_collections():
-                series = run_series(
-                    search,
-                    probe,
-                    cap=self._sizes.largest,
-                    max_trials=self._max_trials,
-                    say=self._say,
-                    tells_what_ran=False,  # the notes on its calls do
-                )
+            series = run_series(
+                search,
+                probe,
+                cap=self._sizes.largest,
+                max_trials=self._max_trials,
+                say=self._say,
+                tells_what_ran=False,  # the notes on its calls do
+            )
         except Exception as error:
             if not isinstance(error, InvalidInputError):
                 error.add_note(calls.last_words())

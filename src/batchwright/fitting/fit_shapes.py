@@ -22,7 +22,7 @@ from batchwright.fitting.nothing_fits import Refusal, nothing_fits, refuse
 from batchwright.fitting.predicted_search import by_prediction
 from batchwright.fitting.result import Fit, limited_peak, name_shape
 from batchwright.fitting.search import by_doubling, by_growing, by_peaks, by_powers_of_two
-from batchwright.fitting.series import Cap, Series, cheap_collections, run_series
+from batchwright.fitting.series import Cap, Series, run_series
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ def fit_shapes(
     cap = _cap(traceable, question)
     fits: list[Fit] = []
     refusals: list[Refusal] = []
-    with cheap_collections(), _finished_ones_told(fits):
+    with _finished_ones_told(fits):
         for shape in question.shapes:
             if len(question.shapes) > 1:
                 say(f"shape {name_shape(shape)}")

@@ -2,7 +2,8 @@
 
 Promises:
 - never a fork: a process that has run torch cannot be forked safely;
-- a child that is killed or crashes is an outcome, not an error of ours;
+- a child that is killed or crashes is an outcome, not an error of ours; one that is told to end is neither an outcome
+  nor the user's mistake;
 - an interrupt ends the child too.
 """
 
@@ -37,6 +38,8 @@ CRASHED = "crashed"
 STOPPED = "stopped"
 # Signals that a process ends by where memory cannot be had and nobody looked: no null check, an exception in a thread.
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+# Signals that somebody else sends to have a process end.
+_FROM_OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass
@@ -106,6 +109,12 @@ class Child:
             return replace(
                 ended, verdict="out_of_memory", rule=CRASHED, error=told, doubt=doubt, traceback=said or None
             )
+        if -code in _FROM_OUTSIDE:
+            raise errors.BatchwrightError(
+                f"the process that ran micro-batch {job.micro_batch:,} was ended by {signal.Signals(-code).name}: that "
+                "says nothing of your step or of the memory.",
+                remedy="the same again, once whatever ends processes here (a scheduler, a time limit) lets it run",
+            )
         told = f"the process ended with code {code} and no answer"
         return replace(ended, error=told, traceback=f"{said}\n{told}".strip())
 
@@ -132,6 +141,8 @@ def probe_in_child(job: Job, *, until: Callable[[], bool] | None = None) -> Outc
 def _read(answer: dict[str, Any]) -> Outcome:
     if "outcome" in answer:
         return Outcome.from_dict(answer["outcome"])
+    if "interrupted" in answer:
+        raise KeyboardInterrupt
     if "raised" in answer:
         raise errors.StepFailedError(answer["raised"])
     raise errors.error_from_dict(answer["error"])

@@ -8,8 +8,6 @@ Promises:
 
 from __future__ import annotations
 
-import gc
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +17,7 @@ from batchwright.fitting.search import Seen
 from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from batchwright.device.outcome import Outcome
 
@@ -121,18 +119,3 @@ def _concluded(trials: list[Outcome], cap: Cap, *, unfinished: bool, max_trials:
         between = f"micro-batch {above:,}" + (f" to {smallest_failure - 1:,}" if above + 1 < smallest_failure else "")
         told += f" ({between} not tried: they differ from it by less than two runs of one size do)"
     return Series(tuple(trials), answer, NextSize(smallest_failure, "out_of_memory", told), reason)
-
-
-@contextmanager
-def cheap_collections() -> Iterator[None]:
-    """Collect garbage once, then look only at what is new: each probe collects, and old objects are many."""
-    gc.collect()
-    # Somebody who has frozen objects does not want them thawed.
-    is_ours = gc.get_freeze_count() == 0
-    if is_ours:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if is_ours:
-            gc.unfreeze()

@@ -17,6 +17,7 @@ from batchwright.memory.on_card import OnCard, device_peak, read_settings
 from batchwright.memory.tracing import check_batches
 from batchwright.printed_result import PrintedResult
 from batchwright.simulated.simulated_card import kernels_of
+from batchwright.state.untouched import untouched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -92,7 +93,7 @@ def estimate_every_card(
     cap = LARGEST_MICRO_BATCH if workload.data is None else max(1, len(workload.data))
     alike: dict[Any, CardsAlike] = {}
     rows = []
-    with without_torchs_own_log():
+    with untouched(workload, is_traced=True), without_torchs_own_log():
         for card in sorted(all_cards(), key=lambda card: (card.total_bytes, card.name)):
             there = OnCard(workload, card, settings, {"shape": shape, **step})
             kind = alike.setdefault(kernels_of(card), CardsAlike(there, cap, say))

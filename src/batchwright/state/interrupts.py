@@ -129,7 +129,9 @@ class Interrupts:
             signal.signal(number, handler)
 
     def deliver(self) -> None:
-        """Hand on an interrupt that waits."""
+        """Hand on an interrupt that waits, in the thread that it is for."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         number, self._pending, self._num_waiting = self._pending, None, 0
         if number is not None:
             self._handlers[number](number, None)

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,9 @@ _GLOBAL_HOOKS = [
     ),
 ]
 
+# Whether objects that were there before a question are frozen now, by us.
+_has_frozen = False
+
 
 class ProcessState:
     """What a process is set to, read when this is made.
@@ -55,7 +59,7 @@ class ProcessState:
 
     def __init__(self) -> None:
         self._before = [(read, write, read()) for read, write in _settings()]
-        self._is_collecting, self._num_frozen = gc.isenabled(), gc.get_freeze_count()
+        self._is_collecting, self._was_frozen = gc.isenabled(), _is_frozen()
         self._hooks = [
             (hooks, dict(hooks)) for place, name in _GLOBAL_HOOKS if (hooks := getattr(place, name, None)) is not None
         ]
@@ -63,6 +67,19 @@ class ProcessState:
 
     def restore(self) -> None:
         """Put back what differs."""
+        self.restore_settings()
+        if gc.isenabled() != self._is_collecting:
+            (gc.enable if self._is_collecting else gc.disable)()
+        # Somebody who has frozen objects does not want them thawed.
+        if not self._was_frozen:
+            _thaw()
+        for number, handler in self._signals.items():
+            # One that was not installed from Python cannot be installed again.
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+    def restore_settings(self) -> None:
+        """Put back what a step computes with; the collector and the signals are ours while a question lasts."""
         for read, write, before in self._before:
             if read() != before:
                 write(before)
@@ -70,15 +87,42 @@ class ProcessState:
             if list(hooks) != list(entries):
                 hooks.clear()
                 hooks.update(entries)
-        if gc.isenabled() != self._is_collecting:
-            (gc.enable if self._is_collecting else gc.disable)()
-        # Somebody who has frozen objects does not want them thawed.
-        if self._num_frozen == 0 and gc.get_freeze_count():
-            gc.unfreeze()
-        for number, handler in self._signals.items():
-            # One that was not installed from Python cannot be installed again.
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
+
+
+def freeze_old_objects(generation: int = 2) -> bool:
+    """Collect garbage once, and from now on look only at what is new: probes collect often, and old objects are many.
+
+    Returns whether to thaw them is ours: somebody who has frozen objects does not want them thawed.
+    """
+    global _has_frozen
+    if _is_frozen():
+        return False
+    gc.collect(generation)
+    gc.freeze()
+    _has_frozen = True
+    return True
+
+
+def _thaw() -> None:
+    global _has_frozen
+    gc.unfreeze()
+    _has_frozen = False
+
+
+def _is_frozen() -> bool:
+    # To count them takes as long as they are many.
+    return _has_frozen or gc.get_freeze_count() > 0
+
+
+@contextmanager
+def cheap_collections() -> Iterator[None]:
+    """Look for garbage among new objects only, until this ends; `untouched` does so by itself."""
+    is_ours = freeze_old_objects()
+    try:
+        yield
+    finally:
+        if is_ours:
+            _thaw()
 
 
 def _settings() -> Iterator[Setting]:

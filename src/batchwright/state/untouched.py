@@ -29,7 +29,7 @@ from torch import nn
 from batchwright.state.held_objects import held_objects, reach_of
 from batchwright.state.interrupts import INTERRUPTS
 from batchwright.state.kept_state import KeptState
-from batchwright.state.process_state import ProcessState
+from batchwright.state.process_state import ProcessState, freeze_old_objects
 from batchwright.workload import Workload
 
 if TYPE_CHECKING:
@@ -114,6 +114,7 @@ class Keep:
         if self._is_thrown_away:
             return
         with INTERRUPTS.held():
+            self._process.restore_settings()
             self.state.restore()
 
     def restore_process(self) -> None:
@@ -184,6 +185,8 @@ def untouched(
         keep = Keep(work, objects=objects, accelerator=accelerator, is_traced=is_traced)
         token = _ACTIVE.set(keep)
         try:
+            # A real step may need the memory of all garbage there is; a trace needs none.
+            freeze_old_objects(generation=1 if is_traced else 2)
             yield keep
         finally:
             with INTERRUPTS.held():
@@ -191,9 +194,9 @@ def untouched(
                 try:
                     keep.restore()
                 finally:
-                    keep.restore_process()
                     if not is_traced:
                         gc.collect()
+                    keep.restore_process()
 
 
 def leaves_untouched(*, is_traced: bool = False) -> Callable[[Question], Question]:
