@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 # How long an example takes on a shared machine says nothing of the code.
 settings.register_profile("batchwright", deadline=None)
 settings.load_profile("batchwright")
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and tests of it send it to themselves.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

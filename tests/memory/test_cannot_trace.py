@@ -148,3 +148,12 @@ def test_the_users_own_error_is_left_alone() -> None:
 
     with pytest.raises(LookupError, match="mine"):
         trace_workload(make_linear(loss=loss), 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_scripted_model_that_torch_cannot_run_on_fake_tensors_is_said() -> None:
+    def build() -> Any:
+        return torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)))
+
+    with pytest.raises(CannotTraceError, match="TorchScript runs its operators on real tensors only"):
+        trace_workload(make_linear(model=build), 4)

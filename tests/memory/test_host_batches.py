@@ -157,6 +157,50 @@ def test_so_it_may_once_the_batch_is_on_a_card(name: str) -> None:
     assert bw.estimate(make(loss=READS[name]), micro_batch=8, on="t4-16gb").fits
 
 
+@pytest.mark.parametrize("num_padded", [0, 5], ids=["all ones", "padded"])
+def test_transformers_leave_out_a_mask_of_ones_as_they_do_in_a_run(num_padded: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=20, **sizes)
+
+    def batch(n: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(20, (n, 64))
+        return {"input_ids": ids, "labels": ids, "attention_mask": (torch.arange(64) >= num_padded).long().repeat(n, 1)}
+
+    workload = make(
+        model=lambda: transformers.LlamaForCausalLM(config), batch=batch, loss=lambda model, batch: model(**batch).loss
+    )
+    assert predicted(workload, 8) == pytest.approx(really(workload, 8), rel=1e-3)
+
+
+OUTSIDE: dict[str, Callable[[Any, Any], Any]] = {
+    "an embedding": lambda m, y: F.embedding(y, m.weight).mean(),
+    "a bag": lambda m, y: F.embedding_bag(y[:, None], m.weight).mean(),
+    "rows": lambda m, y: m.weight.index_select(0, y).mean(),
+    "gathered": lambda m, y: m.weight.gather(0, y[:, None]).mean(),
+    "scattered": lambda m, y: m.weight.scatter_add(0, y[:5, None], m.weight[:, :1]).mean(),
+    "labels": lambda m, y: F.cross_entropy(m.weight[:, :1].T.expand(len(y), -1), y),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("on", ["cpu", "t4-16gb"])
+def test_a_position_that_lies_outside_is_an_error_as_in_a_run(name: str, on: str) -> None:
+    def estimate(position: int) -> object:
+        return bw.estimate(make(batch=lambda n: torch.full((n,), position), loss=OUTSIDE[name]), micro_batch=8, on=on)
+
+    with pytest.raises((IndexError, RuntimeError), match=r"out of bounds|range"):
+        OUTSIDE[name](nn.Linear(8, 5), torch.full((8,), 7))
+    with pytest.raises(IndexError, match="7 is out of bounds"):
+        estimate(7)
+    assert estimate(4)
+
+
+def test_a_label_that_the_loss_leaves_out_is_no_error() -> None:
+    loss = OUTSIDE["labels"]
+    assert bw.estimate(make(batch=lambda n: torch.full((n,), -100), loss=loss), micro_batch=8, on="t4-16gb")
+
+
 def test_what_was_overwritten_by_something_unknown_is_no_longer_known() -> None:
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         out: torch.Tensor = model(batch["x"]).mean()

@@ -127,3 +127,69 @@ class TestRecurrentLayers:
         workload = make_recurrent(kind, **options)
         # The workspace is rounded up to pages.
         assert predicted(workload, 16) == pytest.approx(really(workload, 16), rel=0.002)
+
+
+def _mask(x: torch.Tensor) -> torch.Tensor:
+    return x > 0
+
+
+HALF = torch.bfloat16
+OF_SEVERAL_TYPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a mask": lambda x: x * _mask(x),
+    "a mask, in place": lambda x: x.clone().mul_(_mask(x)),
+    "a half and a whole": lambda x: x.to(HALF) + x,
+    "a whole into a half": lambda x: x.to(HALF).add_(x),
+    "a row": lambda x: x + x[0].to(HALF),
+    "whole numbers divided": lambda x: x.long() / x.long(),
+    "compared": lambda x: x == x.long(),
+    "compared with a number": lambda x: x.long() > 0.5,
+    "of two": lambda x: torch.where(_mask(x), x, x.to(HALF)),
+    "filled": lambda x: x.masked_fill(_mask(x), 0.0),
+    "roots of whole numbers": lambda x: x.long().sqrt(),
+    "one of a type": lambda x: x + x,
+    "a mean in another type": lambda x: x.to(HALF).mean(-1, dtype=torch.float32),
+    "a running count": lambda x: _mask(x).cumsum(-1),
+}
+
+
+@pytest.mark.parametrize("name", OF_SEVERAL_TYPES)
+def test_operands_of_another_type_are_copied_first(name: str) -> None:
+    # Without a graph, and with nothing else as large in the step.
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            OF_SEVERAL_TYPES[name](x)
+        value: torch.Tensor = model(x[:1]).sum()
+        return value
+
+    workload = make_pictures(lambda: [nn.Linear(64, 1)], batch=lambda n: torch.randn(n, 64), loss=loss)
+    assert predicted(workload, 512) == pytest.approx(really(workload, 512), abs=FEW_BYTES)
+
+
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "squares": F.mse_loss,
+    "squares, summed": lambda y, x: F.mse_loss(y, x, reduction="sum"),
+    "squares, each": lambda y, x: F.mse_loss(y, x, reduction="none").mean(),
+    "smooth": F.smooth_l1_loss,
+    "Huber's": F.huber_loss,
+    "soft margin": lambda y, x: F.soft_margin_loss(y, x.sign()),
+    "cross entropy of probabilities": lambda y, x: F.binary_cross_entropy(y.sigmoid(), x.sigmoid()),
+    "k-th value": lambda y, x: y.kthvalue(3, -1).values.mean(),
+    "bags": lambda y, x: F.embedding_bag(torch.zeros(512, 64, dtype=torch.int64), y).mean(),
+    "bags, summed": lambda y, x: F.embedding_bag(torch.zeros(512, 64, dtype=torch.int64), y, mode="sum").mean(),
+    "largest": lambda y, x: y.amax(-1).mean(),
+    "the largest of all": lambda y, x: y.max(),
+    "the smallest of all, in double": lambda y, x: y.double().min(),
+    "the median of all": lambda y, x: y.median(),
+    "without what is no number": lambda y, x: y.nansum(-1).mean(),
+    "folded": lambda y, x: F.fold(F.unfold(y[None, None], 3), (512, 64), 3).pow(2).mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_a_loss_holds_is_counted(name: str) -> None:
+    workload = make_pictures(
+        lambda: [nn.Linear(64, 64)],
+        batch=lambda n: torch.randn(n, 64),
+        loss=lambda model, x: LOSSES[name](model(x), x),
+    )
+    assert predicted(workload, 512) == pytest.approx(really(workload, 512), abs=FEW_BYTES)

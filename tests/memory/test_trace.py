@@ -265,7 +265,7 @@ class TestNotes:
     def test_a_plain_run_has_none(self) -> None:
         assert trace_workload(make_mlp(), 4).notes == ()
 
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
     def test_a_compiled_model_is_traced_as_eager_and_says_so(self) -> None:
         compiled = trace_workload(make_linear(model=lambda: torch.compile(nn.Linear(8, 1))), 4)
         assert any("traced as eager" in note for note in compiled.notes)

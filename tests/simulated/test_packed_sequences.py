@@ -1,4 +1,4 @@
-"""Packed batches on the simulated card: as large as their known lengths say."""
+"""Packed batches on the CPU and on the simulated card: as large as their known lengths say."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import batchwright as bw
 from batchwright.catalogue.gpus import find_card
 from batchwright.errors import CannotTraceError
 from batchwright.memory.tracing import trace_workload
 from batchwright.simulated.simulated_card import SimulatedCard
+from tests.memory.test_trace import FEW_BYTES, predicted, really
 
 LENGTH, INPUT, HIDDEN = 10, 16, 32
 UNEVEN = [10, 7, 7, 3, 3, 2, 1, 1]
@@ -140,6 +141,40 @@ def test_lengths_that_torch_refuses_are_refused(lengths: list[int], told: str) -
     )
     with pytest.raises(RuntimeError, match=told):
         trace_workload(workload, 2, card=SimulatedCard(find_card("a100-40gb")))
+
+
+class PackedNet(nn.Module):
+    """A recurrent net over what its batch says is no padding."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.net = kind(INPUT, HIDDEN, batch_first=True)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        if not isinstance(batch, PackedSequence):
+            batch = pack_padded_sequence(batch[0], batch[1], batch_first=True, enforce_sorted=False)
+        padded: torch.Tensor = pad_packed_sequence(self.net(batch)[0], batch_first=True)[0]
+        return padded
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("is_packed_before", [False, True], ids=["in the step", "in the batch"])
+def test_on_the_cpu_the_peak_of_a_packed_batch_is_the_real_one(kind: Any, is_packed_before: bool) -> None:
+    def batch(n: int) -> Any:
+        padded, lengths = torch.randn(n, LENGTH, INPUT), 1 + torch.arange(n) * 7 % LENGTH
+        if is_packed_before:
+            return pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=False)
+        return padded, lengths
+
+    workload = bw.Workload(
+        model=lambda: PackedNet(kind),
+        batch=batch,
+        loss=lambda model, batch: model(batch).pow(2).mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    )
+    step_sizes = LENGTH * torch.int64.itemsize
+    assert predicted(workload, 16) == pytest.approx(really(workload, 16), abs=step_sizes + FEW_BYTES)
+    assert trace_workload(workload, 16).notes == ()
 
 
 def test_lengths_need_not_be_sorted() -> None:

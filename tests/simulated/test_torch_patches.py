@@ -228,6 +228,29 @@ class TestOtherThreads:
             thread.join(60)
         assert "started inside" in str(raised[0])
 
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_an_interrupt_ends_the_wait_for_one(self, number: int, recorded: Recorded) -> None:
+        begun, done = threading.Event(), threading.Event()
+
+        def trace() -> None:
+            with TorchPatches():
+                begun.set()
+                done.wait(60)
+
+        other = threading.Thread(target=trace)
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            other.start()
+            begun.wait(60)
+            threading.Timer(0.1, _thread.interrupt_main, (number,)).start()
+            with pytest.raises(KeyboardInterrupt), TorchPatches():
+                pass
+        finally:
+            done.set()
+            other.join()
+            signal.signal(signal.SIGTERM, before)
+        recorded.check()
+
     def test_train_as_alone_while_others_estimate(self, recorded: Recorded) -> None:
         expected = {(on, width): peak(on, width) for on in ("cpu", CARD) for width in (64, 128)}
         wrong: list[Any] = []

@@ -27,6 +27,7 @@ from batchwright.memory.tracing import Traced, check_batches, trace_workload
 from batchwright.memory.what_if import what_if_savings
 from batchwright.state.untouched import leaves_untouched
 from batchwright.units import format_bytes, parse_bytes, shortened, whole_number
+from batchwright.users_files import check_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -102,8 +103,8 @@ def estimate(
         say("tracing the recorded run")
         there = there.calibrated(calibrate)
 
-    if snapshot is not None and not Path(snapshot).resolve().parent.is_dir():
-        raise InvalidInputError(f"there is no folder for the snapshot '{snapshot}'.")
+    if snapshot is not None:
+        check_place(snapshot, what="the snapshot", option="--snapshot FILE")
     runs: dict[int, Traced] = {}
 
     def traced(size: int) -> Traced:

@@ -167,7 +167,8 @@ def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor], twins: d
             return change(value)
         if isinstance(value, PackedSequence):
             parts: list[Any] = [part if part is None else change(part) for part in value]
-            return PackedSequence(*parts)
+            # How many samples each step has: on the host whatever trains, and read by a pointer.
+            return PackedSequence(*parts)._replace(batch_sizes=value.batch_sizes)
         if isinstance(value, MutableMapping):
             mapping = copy.copy(value)
             for key in list(value):

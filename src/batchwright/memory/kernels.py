@@ -7,6 +7,7 @@ others are given here, read off torch 2.13.0's source.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +18,10 @@ from batchwright.memory.attention_kernel import held_while_running
 from batchwright.memory.recurrent import gradients_of_layer, layer_with_workspace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
 
 _aten = torch.ops.aten
-_SUMS = {_aten.sum.default, _aten.sum.dim_IntList}
+_Rule = Callable[[Sequence[Any], list[Moment]], list[Moment]]
 
 
 def moments_of(
@@ -33,30 +34,125 @@ def moments_of(
     if can_be_asked(func, args):
         return _with_outputs(allocations_of(func, args, kwargs), outputs)
     made = [Moment(output=tensor) for tensor in outputs]
+    if func in _IN_SPREADING:
+        node: Any = torch._C._current_autograd_node()
+        if node is not None and node.name() in _SPREADS:
+            return _spreading(func, args, made, node._input_metadata[0].dtype)
     held = held_while_running(func, args)
     if held:
         return around(list(held), made)
-    if func is _aten.native_batch_norm_backward.default and _is_cpu_float(args[0]):
-        # The CPU kernel normalises the input once more before it forms the gradient.
-        normalised = args[1].numel() * args[1].element_size()
-        return [Moment(normalised), *made[:1], Moment(-normalised), *made[1:]]
-    if func is _aten.binary_cross_entropy_with_logits.default:
-        return _loss_of_logits(args, made)
-    if func is _aten.masked_select.default and args[0].device.type == "cpu":
-        # The mask as whole numbers, and their running sums (TensorAdvancedIndexing.cpp).
-        numbers = torch.broadcast_shapes(args[0].shape, args[1].shape).numel() * torch.int64.itemsize
-        return around([numbers, numbers], made)
-    if func is _aten._ctc_loss_backward.Tensor:
-        # The table of paths from behind, as large as that from the front (LossCTC.cpp).
-        return around([args[6].numel() * args[6].element_size()], made)
-    if func in _SUMS and args[0].device.type == "cpu" and made and args[0].dtype != outputs[0].dtype:
-        # A mask is counted in whole numbers, and the CPU first makes a copy of it in those.
-        copied = args[0].numel() * outputs[0].element_size()
-        return [Moment(copied), *made, Moment(-copied)]
-    if func is _aten.embedding_dense_backward.default and not args[0].is_contiguous():
-        copied = args[0].numel() * args[0].element_size()
-        return [Moment(copied), *made, Moment(-copied)]
+    rule = _RULES.get(func)
+    if rule is not None and made and any(isinstance(arg, torch.Tensor) and arg.device.type == "cpu" for arg in args):
+        return rule(args, made)
+    if torch.Tag.pointwise in getattr(func, "tags", ()) and made:
+        return around(_copies_in_common_type(func, args, outputs[0]), made)
     return made
+
+
+def _spreading(func: Any, args: Sequence[Any], made: list[Moment], dtype: torch.dtype) -> list[Moment]:
+    """The gradient of one largest element, as FunctionsManual.cpp has it for the CPU without a dispatch mode.
+
+    There it is made before equal elements are counted, and filled by one mask; under a mode there are three masks, and
+    one of them is multiplied.
+    """
+    if func is _aten.mul.Tensor:
+        return made
+    masks = 2 * _num_bytes(args[0])
+    return around([_num_bytes(args[0], torch.int64) + max(0, _num_bytes(args[0], dtype) - masks)], made)
+
+
+def _copies_in_common_type(func: Any, args: Sequence[Any], result: torch.Tensor) -> list[int]:
+    """What an elementwise operator copies first: operands of another type than it computes in (TensorIterator.cpp)."""
+    operands = [arg for i, arg in enumerate(args) if i != _MASK.get(func) and isinstance(arg, torch.Tensor)]
+    # Nearly always all are of one type; and real and imaginary parts are read in place.
+    if all(t.dtype is result.dtype for t in operands) or any(t.is_complex() for t in operands):
+        return []
+    common = result.dtype
+    is_in_place = func._schema.is_mutable
+    if is_in_place or common is torch.bool:
+        numbers = [arg for arg in args if isinstance(arg, torch.Tensor | float | int)]
+        common = operands[0].dtype
+        for number in numbers[1:]:
+            common = torch.promote_types(common, torch.result_type(operands[0], number))
+    # One that is written in place is copied twice, to read from and to write to.
+    written = operands[:1] if is_in_place else []
+    return [t.numel() * common.itemsize for t in (*operands, *written) if t.dtype is not common and t.dim()]
+
+
+def _num_bytes(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
+    return tensor.numel() * (dtype or tensor.dtype).itemsize
+
+
+def _batch_norm_backward(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+    """The CPU kernel normalises the input once more before it forms the gradient."""
+    if not args[0].is_floating_point() or args[0].dim() < 3:
+        return made
+    normalised = _num_bytes(args[1])
+    return [Moment(normalised), *made[:1], Moment(-normalised), *made[1:]]
+
+
+def _masked_select(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+    """The mask as whole numbers, and their running sums (TensorAdvancedIndexing.cpp)."""
+    numbers = torch.broadcast_shapes(args[0].shape, args[1].shape).numel() * torch.int64.itemsize
+    return around([numbers, numbers], made)
+
+
+def _masked_scatter_backward(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+    """The same for the mask alone, before there is anything else; then what it selects."""
+    numbers = _num_bytes(args[0], torch.int64)
+    return [Moment(numbers), Moment(-numbers), *around([_num_bytes(args[0])], made)]
+
+
+def _reduction(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+    """What is summed up in another type (a mask is counted in whole numbers) is first copied in that."""
+    result = made[0].output
+    assert result is not None
+    copied = 0 if args[0].dtype == result.dtype else _num_bytes(args[0], result.dtype)
+    return [Moment(copied), *made, Moment(-copied)]
+
+
+def _contiguous(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+    copied = 0 if args[0].is_contiguous() else _num_bytes(args[0])
+    return [Moment(copied), *made, Moment(-copied)]
+
+
+def _bags(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+    """Which bag each index is in, once more while it is summed up; sums have a way without (EmbeddingBag.cpp)."""
+    is_sum = len(args) <= 4 or args[4] == 0
+    return made if is_sum else [made[0], *around([_num_bytes(args[1])], made[1:2]), *made[2:]]
+
+
+def _bags_backward(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+    """Indices in order, where each was, and which bag it is in (EmbeddingBag.cpp); a maximum needs none of them."""
+    is_max = args[8] == 2
+    indices = _num_bytes(args[1])
+    return made if is_max else around([indices] * (3 if args[3].numel() else 4), made)
+
+
+def _likes_of(*, first: int = 0, copies: int) -> _Rule:
+    """So many copies of the first argument that is full size, held beside the outputs."""
+
+    def rule(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+        return around([_num_bytes(args[first])] * copies, made)
+
+    return rule
+
+
+def _reduced(*, copies: int) -> _Rule:
+    """Losses of single elements, before they are reduced (Loss.cpp)."""
+
+    def rule(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+        result = made[0].output
+        assert result is not None
+        is_reduced = result.numel() < args[0].numel()
+        return around([_num_bytes(args[0])] * copies, made) if is_reduced else made
+
+    return rule
+
+
+def _kth_value(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+    """A copy to be put in order, and where each was (Sorting.cpp)."""
+    return around([_num_bytes(args[0]), _num_bytes(args[0], torch.int64)], made)
 
 
 def _loss_of_logits(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
@@ -98,10 +194,6 @@ def _with_outputs(allocations: Sequence[int], outputs: Sequence[torch.Tensor]) -
     return moments + [Moment(output=tensor) for tensor in waiting]
 
 
-def _is_cpu_float(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_floating_point() and tensor.dim() >= 3
-
-
 def _grouped_mm(
     a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> torch.Tensor:
@@ -113,9 +205,69 @@ def _grouped_mm(
     return a.new_empty((*rows, b.shape[-1]), dtype=dtype)
 
 
-# Operators whose shapes we give ourselves, because the fake rule is missing or refuses what the CPU runs.
+def _in_storage_of_its_elements(func: Any, reduction: int) -> Callable[..., torch.Tensor]:
+    """The result of a loss lies where the losses of the elements did, which goes on being held (Loss.cpp)."""
+
+    def shape(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = func(*args, **kwargs)
+        if kwargs.get("reduction", args[reduction] if len(args) > reduction else 1) == 0:
+            return result
+        elements = result.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape))
+        return elements.as_strided((), ()) if elements.numel() else result
+
+    return shape
+
+
+def _col2im(columns: torch.Tensor, *args: Any) -> torch.Tensor:
+    """The picture lies in what was as large as its columns (Col2Im.cpp)."""
+    picture: torch.Tensor = _aten.col2im.default(columns, *args)
+    if picture.numel() >= columns.numel():
+        return picture
+    return columns.new_empty(columns.numel()).as_strided(picture.shape, picture.stride())
+
+
+_SUMS = [
+    *(_aten.sum.default, _aten.sum.dim_IntList, _aten.nansum.default, _aten.mean.default, _aten.mean.dim),
+    *(_aten.prod.default, _aten.prod.dim_int, _aten.cumsum.default, _aten.cumprod.default),
+]
+# Backwards that share a gradient among all elements that are as large; what they do that is as large as those.
+_SPREADS = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
+_IN_SPREADING = {_aten.sum.default, _aten.mul.Tensor}
+# Where an elementwise operator takes a mask, which has a type of its own.
+_MASK = {_aten.where.self: 0, _aten.masked_fill.Scalar: 1, _aten.masked_fill_.Scalar: 1}
+_RULES: dict[Any, _Rule] = {
+    **dict.fromkeys(_SUMS, _reduction),
+    _aten.native_batch_norm_backward.default: _batch_norm_backward,
+    _aten.binary_cross_entropy_with_logits.default: lambda args, made: _loss_of_logits(args, made),
+    _aten.masked_select.default: _masked_select,
+    _aten.masked_scatter_backward.default: _masked_scatter_backward,
+    # The table of paths from behind, as large as that from the front (LossCTC.cpp).
+    _aten._ctc_loss_backward.Tensor: _likes_of(first=6, copies=1),
+    _aten.embedding_dense_backward.default: _contiguous,
+    _aten.im2col.default: _contiguous,
+    _aten._embedding_bag.default: _bags,
+    _aten._embedding_bag_backward.default: _bags_backward,
+    _aten.kthvalue.default: _kth_value,
+    _aten.median.default: _likes_of(copies=1),
+    _aten.mse_loss.default: _reduced(copies=1),
+    _aten.smooth_l1_loss.default: _reduced(copies=1),
+    _aten.huber_loss.default: _reduced(copies=1),
+    _aten.soft_margin_loss_backward.default: _likes_of(first=1, copies=2),
+}
+# Operators whose shapes we give ourselves, because the fake rule is missing, refuses what the CPU runs, or has the
+# result in a storage of another size.
 SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     _aten._grouped_mm.default: _grouped_mm,
     _aten.mkldnn_rnn_layer.default: layer_with_workspace,
     _aten.mkldnn_rnn_layer_backward.default: gradients_of_layer,
+    _aten.col2im.default: _col2im,
+    **{
+        func: _in_storage_of_its_elements(func, reduction)
+        for func, reduction in {
+            _aten.mse_loss.default: 2,
+            _aten.smooth_l1_loss.default: 2,
+            _aten.soft_margin_loss.default: 2,
+            _aten.binary_cross_entropy.default: 3,
+        }.items()
+    },
 }

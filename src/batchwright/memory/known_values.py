@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_iter, tree_map
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LARGEST_KNOWN_BYTES = 4096
+_LARGEST_KNOWN_BYTES = 4096
 # Whole numbers in a row on the host: the lengths of the sequences of a batch, which decide how much a packed one holds.
 _LARGEST_ROW_BYTES = 2**16
 
@@ -208,8 +208,13 @@ class KnownValues:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
+    return _num_bytes(tensor) <= largest_known_bytes(tensor)
+
+
+def largest_known_bytes(tensor: torch.Tensor) -> int:
+    """Up to how many bytes a tensor like this one is a few numbers, to be read, and no data."""
     is_row = tensor.dtype is torch.int64 and tensor.dim() == 1 and tensor.device.type == "cpu"
-    return _num_bytes(tensor) <= (_LARGEST_ROW_BYTES if is_row else LARGEST_KNOWN_BYTES)
+    return _LARGEST_ROW_BYTES if is_row else _LARGEST_KNOWN_BYTES
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

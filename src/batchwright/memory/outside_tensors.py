@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import batchwright
-from batchwright.memory.known_values import LARGEST_KNOWN_BYTES
+from batchwright.memory.known_values import largest_known_bytes
 
 if TYPE_CHECKING:
     import traceback
@@ -39,7 +39,7 @@ class OutsideTensors:
             if key in self._met:
                 continue
             self._met[key] = (tensor, tensor.grad if tensor.is_leaf else None)
-            is_large = tensor.untyped_storage().nbytes() > LARGEST_KNOWN_BYTES
+            is_large = tensor.untyped_storage().nbytes() > largest_known_bytes(tensor)
             if is_large and phase not in _READS_SAMPLES and func not in _LIFTS:
                 yield tensor
 

@@ -7,6 +7,7 @@ Promises:
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,10 @@ def values_stay_inside(known: Callable[[torch.Tensor], torch.Tensor | None] | No
     # On the class, not through a TorchFunctionMode: under such a mode modules leave their fast paths.
     for name in _WAYS_OUT:
         yield Patch(FakeTensor, name, _refusal(name, known if name == "numpy" else None))
+    # transformers leaves out a mask of nothing but ones, if it may look: it does not look into tensors that are fake.
+    transformers = sys.modules.get("transformers.utils.import_utils")
+    if known is not None and hasattr(transformers, "is_fake_tensor"):
+        yield Patch(transformers, "is_fake_tensor", lambda x: isinstance(x, FakeTensor) and known(x) is None)
 
 
 def _refusal(name: str, known: Callable[[torch.Tensor], torch.Tensor | None] | None) -> Callable[..., Any]:

@@ -54,7 +54,10 @@ _UNSEEN_INSIDE = (
     "aten._transformer_encoder_layer_fwd",
     "aten._native_multi_head_attention",
     *(f"aten._linalg_{name}" for name in ("svd", "eigh", "det", "slogdet", "solve_ex")),
-    *(f"aten.linalg_{name}" for name in ("qr", "eig", "lu", "cholesky", "inv", "lstsq", "ldl", "householder")),
+    *(
+        f"aten.linalg_{name}"
+        for name in ("qr", "eig", "lu", "cholesky", "inv", "lstsq", "ldl", "householder", "matrix_exp")
+    ),
     "aten._fft_",
 )
 

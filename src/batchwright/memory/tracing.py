@@ -27,6 +27,7 @@ from batchwright.memory.refusals import TORCHS_OWN, NotFollowedError, place_in_t
 from batchwright.memory.trace import Trace
 from batchwright.simulated.compiled_as_eager import compiled_as_eager
 from batchwright.simulated.moved_modules import modules_move_in_place
+from batchwright.simulated.packed_sequences import packed_by_numbers
 from batchwright.simulated.redirected_calls import RedirectedCalls
 from batchwright.simulated.simulated_ranks import simulated_ranks
 from batchwright.simulated.torch_patches import TorchPatches, applied
@@ -154,6 +155,8 @@ def _trace_on(
         if trace.card is not None:
             stack.enter_context(RedirectedCalls(device))
             stack.enter_context(applied(compiled_as_eager(trace.notes.setdefault)))
+        else:
+            stack.enter_context(applied(packed_by_numbers()))
         stack.enter_context(_explaining("the step"))
         run_probe(
             watched,
@@ -196,6 +199,14 @@ def _explaining(what: str) -> Iterator[None]:
         raise CannotTraceError(error.problem, details=[f"at {line}"], remedy=error.remedy) from error
     except (*TORCHS_OWN, NotFollowedError) as error:
         raise _explained(error, what=what) from error
+    except RuntimeError as error:
+        if "TorchScript interpreter" not in str(error):
+            raise
+        raise CannotTraceError(
+            f"{what} cannot be traced: TorchScript runs its operators on real tensors only.",
+            details=[f"at {line}"] if (line := users_line(traceback.extract_tb(error.__traceback__))) else [],
+            remedy="the module as it was before torch.jit.script; or batchwright fit, which runs the step",
+        ) from error
     except AssertionError as error:
         place = place_in_torch(error)
         if place is None:

@@ -32,7 +32,21 @@ _TAKES_MASKS = {
     _aten._unsafe_index.Tensor,
     _aten._unsafe_index_put.default,
 }
+_TAKES_CLASSES = {_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default}
 _ANSWERS_A_TRUTH = {_aten.equal.default}
+_ALONG_A_DIMENSION = (
+    *(_aten.index_select.default, _aten.gather.default),
+    *(_aten.index_add.default, _aten.index_add_.default, _aten.index_copy.default, _aten.index_copy_.default),
+    *(_aten.scatter.src, _aten.scatter.value, _aten.scatter_.src, _aten.scatter_.value),
+    *(_aten.scatter_add.default, _aten.scatter_add_.default, _aten.scatter_reduce.two, _aten.scatter_reduce_.two),
+)
+# Operators that read or write at positions: where their dimension (None: a table's first) and their positions are told.
+_TAKES_POSITIONS: dict[Any, tuple[int | None, int]] = {
+    _aten.embedding.default: (None, 1),
+    _aten._embedding_bag.default: (None, 1),
+    _aten._embedding_bag_forward_only.default: (None, 1),
+    **dict.fromkeys(_ALONG_A_DIMENSION, (1, 2)),
+}
 CTC_LOSS = _aten._ctc_loss.Tensor
 CTC_LOSS_BACKWARD = _aten._ctc_loss_backward.Tensor
 LONGEST_TARGETS = "the lengths of the CTC loss's targets are not known: each was taken as long as the targets allow"
@@ -54,6 +68,13 @@ def answer(
         _check_indices(values, args[0].shape, args[1])
         indices = _without_masks(values, args[0], args[1])
         return None if indices is None else func(args[0], indices, *args[2:], **kwargs)
+    if func in _TAKES_POSITIONS:
+        dim, position = _TAKES_POSITIONS[func]
+        _check_positions(values, args[0].shape, args[position], 0 if dim is None else args[dim])
+        return None
+    if func in _TAKES_CLASSES:
+        _check_classes(values, *args)
+        return None
     if torch.Tag.dynamic_output_shape not in func.tags:
         return None
     real = values.evaluate(func, args, kwargs)
@@ -71,16 +92,48 @@ def answer(
     return tree_map(fake, real)
 
 
+def _check_positions(values: KnownValues, shape: Sequence[int], positions: torch.Tensor, dim: int) -> None:
+    """Likewise for positions that cannot be counted from the end."""
+    bounds = _bounds(values, positions)
+    if bounds is None or not shape:
+        return
+    size, (lowest, highest) = shape[dim], bounds
+    if lowest < 0 or highest >= size:
+        outside = highest if highest >= size else lowest
+        raise IndexError(f"index {outside} is out of bounds for dimension {dim % len(shape)} with size {size}")
+
+
+def _check_classes(
+    values: KnownValues, scores: torch.Tensor, target: torch.Tensor, _: Any, __: int, ignored: int
+) -> None:
+    """Likewise for the labels of a loss, but for the one that it leaves out."""
+    real, num_classes = values.real(target), scores.shape[min(1, scores.dim() - 1)]
+    if real is None:
+        return
+    with unset_fake_temporarily():
+        outside = real[((real < 0) | (real >= num_classes)) & (real != ignored)]
+        if outside.numel():
+            raise IndexError(f"target {int(outside.flatten()[0])} is out of bounds: there are {num_classes} classes")
+
+
+def _bounds(values: KnownValues, positions: torch.Tensor) -> tuple[int, int] | None:
+    """The lowest and the highest of positions, where they are known."""
+    real = values.real(positions)
+    if real is None or not real.numel():
+        return None
+    with unset_fake_temporarily():
+        lowest, highest = real.aminmax()
+        return int(lowest), int(highest)
+
+
 def _check_indices(values: KnownValues, shape: Sequence[int], indices: Sequence[Any]) -> None:
     """Raise what the CPU raises where a position that is known lies outside; CUDA would end in an assertion."""
     dimension = 0
     for index in indices:
         is_mask = index is not None and index.dtype in _MASKS
-        real = None if index is None or is_mask else values.real(index)
-        if real is not None and real.numel() and dimension < len(shape):
-            size = shape[dimension]
-            with unset_fake_temporarily():
-                lowest, highest = (int(bound) for bound in real.aminmax())
+        bounds = None if index is None or is_mask else _bounds(values, index)
+        if bounds is not None and dimension < len(shape):
+            size, (lowest, highest) = shape[dimension], bounds
             if lowest < -size or highest >= size:
                 outside = highest if highest >= size else lowest
                 raise IndexError(f"index {outside} is out of bounds for dimension {dimension} with size {size}")

@@ -1,8 +1,8 @@
-"""Packing and padding of sequences on the simulated card, where their lengths are known.
+"""Packing and padding of sequences without memory, on the CPU and on the simulated card, where lengths are known.
 
 How much a packed batch holds is in the values of its lengths, and torch reads them by a pointer that a fake tensor has
-not got. Here they are read as numbers, which a trace answers for what follows from constants: a list of lengths, or a
-tensor made of one. Lengths that come with the data are refused, as before.
+not got. Here they are read as numbers, which a trace answers for what follows from constants and batches. How many
+samples each step has is a real tensor in turn, as recurrent layers of the CPU read that by a pointer as well.
 
 The pieces are those of ATen's PackedSequence.cpp: packing copies each run of steps of one batch size, and then all runs
 into one tensor; padding writes each run into a filled tensor, and autograd follows that.
@@ -15,10 +15,13 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from batchwright.simulated.torch_patches import Patch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _registered: list[torch.library.Library] = []
 
@@ -33,6 +36,19 @@ def register_packed_sequences() -> None:
     _registered.append(library)
 
 
+def packed_by_numbers() -> Iterator[Patch]:
+    """Have the CPU pack and pad fake tensors in the same way."""
+    for name, stands_in in (("_pack_padded_sequence", _pack), ("_pad_packed_sequence", _pad)):
+        yield Patch(torch._VF, name, _for_fakes(stands_in, getattr(torch._VF, name)))
+
+
+def _for_fakes(stands_in: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(data: torch.Tensor, *args: Any) -> Any:
+        return (stands_in if isinstance(data, FakeTensor) else original)(data, *args)
+
+    return call
+
+
 def _pack(x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
     known = _numbers(lengths, torch.ops.aten._pack_padded_sequence.default)
     if len(known) != x.shape[0 if batch_first else 1]:
@@ -41,7 +57,8 @@ def _pack(x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[to
         raise RuntimeError("lengths must be positive, and in decreasing order unless enforce_sorted=False")
     sizes = _turned(known)
     data: torch.Tensor = _Packed.apply(x, tuple(_runs(sizes)), batch_first)  # type: ignore[no-untyped-call]
-    return data, torch.tensor(sizes, dtype=torch.int64, device="cpu")
+    with _disable_current_modes():
+        return data, torch.tensor(sizes, dtype=torch.int64, device="cpu")
 
 
 class _Packed(torch.autograd.Function):

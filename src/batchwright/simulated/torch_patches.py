@@ -13,7 +13,7 @@ Promises:
 from __future__ import annotations
 
 import os
-import signal
+import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from batchwright.errors import InvalidInputError
+from batchwright.state.interrupts import INTERRUPTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from types import FrameType
 
 _MISSING: Any = object()
 
@@ -86,7 +86,9 @@ class TorchPatches:
     """
 
     def __enter__(self) -> TorchPatches:
-        _interrupts.hold()
+        # From here on Ctrl-C waits until this, or `__exit__`, is through.
+        self._waiting = INTERRUPTS.waiting_where_needed(sys._getframe(1))
+        self._waiting.__enter__()
         self._mark: int | None = None
         try:
             self._outer = _here.scope
@@ -97,7 +99,6 @@ class TorchPatches:
             self._mark = len(_applied)
             self._scope = _here.scope = Scope(has_card=is_on_simulated_card())
             _apply(_START_OF_THREADS)
-            _interrupts.raise_pending()
         except BaseException:
             self._leave()
             raise
@@ -107,7 +108,7 @@ class TorchPatches:
         self._leave()
 
     def _leave(self) -> None:
-        steps = [_interrupts.let_go]
+        steps: list[Callable[[], object]] = [partial(self._waiting.__exit__, None, None, None)]
         if self._mark is not None:
             steps += [_LOCK.release, self._close, self._thread_state.put_back, partial(_undo_to, self._mark)]
         raised: BaseException | None = None
@@ -173,7 +174,7 @@ _LOCK = threading.RLock()
 def _take_lock() -> None:
     # In pieces, so that Ctrl-C, which waits while patches are applied, ends the wait.
     while not _LOCK.acquire(timeout=0.1):
-        _interrupts.raise_pending()
+        INTERRUPTS.deliver()
 
 
 def _refuse_other_threads() -> None:
@@ -356,54 +357,6 @@ class _ThreadState:
 def _leave_modes(num_modes: int, count: Callable[[], int], current: Callable[[], Any]) -> None:
     while count() > num_modes:
         current().__exit__(None, None, None)
-
-
-class _Interrupts:
-    """Ctrl-C waits while a run is entered or left, wherever in there it comes; otherwise it does what it did."""
-
-    def __init__(self) -> None:
-        self._before: Any = None
-        self._depth = 0
-        self._is_pending = False
-        self._must_finish = {TorchPatches.__enter__.__code__, TorchPatches.__exit__.__code__}
-
-    def hold(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if not self._depth:
-            before = signal.getsignal(signal.SIGINT)
-            if not callable(before):
-                return  # the system's own way, which ends the process or does nothing
-            self._before = before
-            signal.signal(signal.SIGINT, self._handle)
-        self._depth += 1
-
-    def let_go(self) -> None:
-        if threading.current_thread() is not threading.main_thread() or not self._depth:
-            return
-        self._depth -= 1
-        if self._depth:
-            return
-        if signal.getsignal(signal.SIGINT) == self._handle:  # unless the step has put in one of its own
-            signal.signal(signal.SIGINT, self._before)
-        self.raise_pending()
-
-    def raise_pending(self) -> None:
-        if self._is_pending and threading.current_thread() is threading.main_thread():
-            self._is_pending = False
-            self._before(signal.SIGINT, None)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        place = frame
-        while place is not None:
-            if place.f_code in self._must_finish:
-                self._is_pending = True
-                return
-            place = place.f_back
-        self._before(number, frame)
-
-
-_interrupts = _Interrupts()
 
 
 def _alone_after_fork() -> None:
