@@ -7,6 +7,7 @@ Promises:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-class PrintedResult:
+class PrintedResult(ABC):
     """A result that prints itself; a dataclass that inherits from it is made with `repr=False`.
 
     >>> class Answer(PrintedResult):
@@ -32,8 +33,9 @@ class PrintedResult:
     in_repr: ClassVar[tuple[str, ...]]
     """The attributes that `repr` shows."""
 
+    @abstractmethod
     def __rich__(self) -> RenderableType:
-        raise NotImplementedError
+        """Return what is printed."""
 
     def __str__(self) -> str:
         from batchwright.report.console import render_plain

@@ -32,6 +32,33 @@ def workload(**changes: Any) -> bw.Workload:
     return bw.Workload(**{**parts, **changes})
 
 
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda loss: loss[None].expand(3), r"scalar tensor; received one of shape \(3,\)"),
+        (lambda loss: None, "received NoneType"),
+        (lambda loss: loss.item(), "received float"),
+        (lambda loss: {"loss": loss}, "received dict"),
+        (lambda loss: loss.detach(), "does not require a gradient"),
+        (lambda loss: loss * 1j, "received a complex number"),
+        (lambda loss: loss * float("nan"), "the held-out loss of batch 8 is no number"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on_is_answered(returned: Any, said: str) -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return returned((model(batch[0]) - batch[1]).pow(2).mean())
+
+    with pytest.raises(BatchwrightError, match=said):
+        bw.measure_critical_batch(workload(loss=loss), batches=(8, 16), steps=2, seeds=1)
+
+
+@pytest.mark.filterwarnings("ignore:.*batch normalization")
+def test_single_samples_for_batch_normalization_name_the_split() -> None:
+    normalized = workload(model=lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1)))
+    with pytest.raises(InvalidInputError, match=r"^batch 4, as 1x4, has micro-batches that are too small for batch"):
+        bw.measure_critical_batch(normalized, batches=(4, 8), steps=2, seeds=1)
+
+
 @given(critical=st.floats(1, 1e4), steps=st.floats(10, 1e4))
 def test_an_exact_curve_gives_its_own_numbers(critical: float, steps: float) -> None:
     branches = [Branch(b, 1.0, (steps * (1 + critical / b),) * 5) for b in (8, 64, 512)]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from batchwright.errors import InvalidInputError
 from batchwright.noise.halves import Halves
 from batchwright.noise.noise_scale import NoiseScale, NoiseScaleWarning
 from tests.noise.regression import seen_by
@@ -30,6 +31,78 @@ def _seed() -> Iterator[None]:
     yield
     assert torch.autograd.backward.__module__ == "torch.autograd"
     assert torch.autograd.backward.__code__.co_filename.endswith("autograd/__init__.py")
+
+
+@pytest.mark.parametrize("kind", ["matrix_exp", "cayley", "householder", "spectral", "weight", "own"])
+def test_weights_that_are_computed_from_weights_are_no_samples(kind: str) -> None:
+    """As many rows and columns as samples, so that shapes tell nothing."""
+
+    class Own(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            inverse: torch.Tensor = torch.linalg.inv(weight @ weight.T + torch.eye(N))
+            return inverse
+
+    layer, parametrizations = nn.Linear(N, N), nn.utils.parametrizations
+    if kind == "spectral":
+        parametrizations.spectral_norm(layer).eval()
+    elif kind == "weight":
+        parametrizations.weight_norm(layer)
+    elif kind == "own":
+        nn.utils.parametrize.register_parametrization(layer, "weight", Own())
+    else:
+        parametrizations.orthogonal(layer, orthogonal_map=kind)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(N, 1)).double()
+    parameters = list(model.parameters())
+    halves = Halves(parameters, [name for name, _ in model.named_parameters()], samples=N)
+    hooks = halves.follow_parametrizations(model)
+    x = torch.randn(N, N, dtype=torch.float64)
+    assert halves.take(model(x).square().sum())
+    for hook in hooks:
+        hook.remove()
+    mine, others = (torch.autograd.grad(model(x[half]).square().sum(), parameters) for half in _both(halves))
+    for parameter, one, other in zip(parameters, mine, others, strict=True):
+        squares = halves.squares_of(parameter, one + other)
+        assert squares is not None
+        assert squares.tolist() == pytest.approx([float(one.square().sum()), float(other.square().sum())], rel=1e-9)
+
+
+def _both(halves: Halves) -> tuple[torch.Tensor, torch.Tensor]:
+    return halves.is_mine, ~halves.is_mine
+
+
+@pytest.mark.filterwarnings("ignore::batchwright.noise.noise_scale.NoiseScaleWarning")
+def test_an_orthogonal_model_is_measured_in_a_loop_of_ones_own() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(N, N)), nn.Linear(N, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    noise = NoiseScale(model, optimizer=optimizer, micro_batch=N)
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(N, N)).square().mean().backward()
+        optimizer.step()
+    assert noise.critical_batch is not None
+    assert noise.skipped == {}
+    noise.close()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore::batchwright.noise.noise_scale.NoiseScaleWarning", "ignore:.*torch.jit.script")
+def test_a_scripted_model_is_cut_in_halves() -> None:
+    model: Any = torch.jit.script(nn.Sequential(nn.Linear(C, 8), nn.Tanh(), nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    noise = NoiseScale(model, optimizer=optimizer, micro_batch=N)
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(N, C)).square().mean().backward()
+        optimizer.step()
+    assert noise.skipped == {}
+    assert "RecursiveScriptModule" in noise.notes[0]
+    noise.close()
+
+
+def test_lazy_parameters_are_refused() -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(InvalidInputError, match="the model has lazy parameters"):
+        NoiseScale(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=N)
 
 
 class Agent(nn.Module):

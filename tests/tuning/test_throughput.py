@@ -76,3 +76,12 @@ def test_a_live_model_is_left_as_it_was() -> None:
 def test_nothing_to_time_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="no micro-batch"):
         measure_throughput(quick(), [])
+
+
+def test_a_size_that_is_too_small_for_batch_normalization_is_left_out() -> None:
+    normalized = quick(model=lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    found = measure_throughput(normalized, [1, 2, 4], repeats=2, seconds=0)
+    assert [row.micro_batch for row in found.rows] == [2, 4]
+    assert found.notes[0] == "micro-batch 1 is too small for batch normalization, and was not timed"
+    with pytest.raises(InvalidInputError, match=r"^micro-batch 1 has micro-batches that are too small"):
+        measure_throughput(normalized, [1], repeats=2, seconds=0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,9 @@ from batchwright.errors import InvalidInputError
 from batchwright.tuning import tune as module
 from batchwright.tuning.run_file import SECTIONS, is_done
 from batchwright.tuning.tune import tune
+from tests.fitting import targets
 from tests.tuning.runs import loss, quick
 from tests.tuning.runs import loss as mean_square
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SHORT: dict[str, Any] = {"limit": 64, "steps": 40}
 
@@ -165,3 +164,21 @@ def test_another_workload_is_not_resumed(tmp_path: Path) -> None:
     bw.tune(quick(), **options)
     with pytest.raises(InvalidInputError, match="num_parameters"):
         bw.tune(quick(model=lambda: nn.Linear(8, 1, bias=False)), resume=True, **options)
+
+
+def test_an_interrupt_in_a_child_ends_the_run_and_keeps_it(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        tune(f"{Path(targets.__file__)}:interrupted", memory="64MiB", limit=4, file=tmp_path / "run.json")
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["fit"] == {"skipped": "interrupted"}
+
+
+@pytest.mark.filterwarnings("ignore:.*Lazy modules")
+def test_a_lazy_model_has_every_answer_but_the_trace() -> None:
+    def lazy() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1))
+
+    run = tune(quick(model=lazy), limit=8, steps=10).run
+    assert run["workload"]["num_parameters"] is None
+    assert [name for name in SECTIONS if not is_done(run[name]) and name != "branches"] == ["estimate"]
+    assert "the model has lazy parameters" in run["estimate"]["skipped"]

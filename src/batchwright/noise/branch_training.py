@@ -22,7 +22,7 @@ from batchwright.accumulate.accumulator import Accumulator
 from batchwright.accumulate.read_ahead import SizedBatches
 from batchwright.device.batches import make_batch, move_batch
 from batchwright.device.step import evaluating
-from batchwright.device.step_checks import checked_loss
+from batchwright.device.step_checks import checked_loss, needing_larger_micro_batches, scalar_loss
 from batchwright.errors import InvalidInputError
 from batchwright.noise.branch_curve import steps_to
 from batchwright.noise.noise_scale import NoiseScale
@@ -137,7 +137,8 @@ class SeedBranches:
         population = None if self._workload.data is None else len(self._workload.data)
         noise = NoiseScale(accumulator, window=math.inf, population=population) if watch_until else None
         loader = SizedBatches(itertools.islice(trained.batches(size, accumulation), steps * accumulation), size)
-        with nullcontext() if noise is None else closing(noise):
+        split = f"batch {batch}, as {size}x{accumulation},"
+        with nullcontext() if noise is None else closing(noise), needing_larger_micro_batches(split):
             for micro in accumulator.micro_batches(loader, weight=self._workload.units):
                 loss = checked_loss(self._loss(trained.model, micro))
                 is_bad = not bool(torch.isfinite(loss.detach()).all())
@@ -166,7 +167,7 @@ class SeedBranches:
         with torch.no_grad(), evaluating(trained.model):
             for batch, size in batches:
                 weight = float(size if self._workload.units is None else self._workload.units(batch))
-                total, units = total + weight * float(self._loss(trained.model, batch)), units + weight
+                total, units = total + weight * float(scalar_loss(self._loss(trained.model, batch))), units + weight
         # Samples that are made differ from rank to rank. Judged apart, ranks would end a branch at different steps, or
         # tune to different rates, and wait for each other for ever.
         total, units = trained.summed(total, units)

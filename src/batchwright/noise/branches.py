@@ -99,6 +99,11 @@ def measure_critical_batch(
             factor = tuned(1.0, lambda factor, least: _no_progress(train(runs[0], first, factor)))
         base = [train(run, first, factor) for run in runs]
         target = sum(min(loss for _, loss in curve) for curve in base) / len(base)
+        if not math.isfinite(target):
+            raise BatchwrightError(
+                f"the held-out loss of batch {first} is no number: there is no loss that branches could reach.",
+                remedy="a loss that is finite on the first samples; learning_rates={batch: rate} if training diverges",
+            )
         scale = _median([run.noise_scale for run in runs])
         branches = []
         for size in sizes:

@@ -19,6 +19,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.parametrize import ParametrizationList
+
+from batchwright.noise.weak_hook import WeakHook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +34,8 @@ FIRST_CHECKS, CHECK_EVERY = 3, 16
 _ATTEMPTS = 3
 # Of what is left of silenced samples, relative to the others; zeros stay zeros exactly.
 _SPILL = 1e-5
-# Functions of weights alone have the weights' own dimensions, which may be as long as the batch.
+# Functions of weights alone have the weights' own dimensions, which may be as long as the batch. Those of a
+# parametrization are known by its hook, whatever they are.
 _OF_WEIGHTS = {
     f"{name}Backward{number}"
     for name in (
@@ -88,7 +92,21 @@ class Halves:
         self._generator = torch.Generator().manual_seed(0)
         self.is_mine = torch.zeros(samples, dtype=torch.bool)
         """Which samples the half of the last pass has."""
+        self._computed_weights: list[Node] = []
         self.failure: str | None = None
+
+    def follow_parametrizations(self, model: nn.Module) -> list[Any]:
+        """Note the weights that parametrizations compute from weights; returns the hooks."""
+        computing = [module for module in model.modules() if isinstance(module, ParametrizationList)]
+        return [module.register_forward_hook(WeakHook(self._weight_computed)) for module in computing]
+
+    def forget_computed_weights(self) -> None:
+        """Let go of the graphs of weights that were computed so far."""
+        self._computed_weights.clear()
+
+    def _weight_computed(self, _: nn.Module, __: Any, weight: torch.Tensor) -> None:
+        if weight.grad_fn is not None:
+            self._computed_weights.append(weight.grad_fn)
 
     def take(self, tensors: Any, gradients: Any = None) -> bool:
         """Take the share of one half, before the backward of `tensors`; False where it does not concern the weights."""
@@ -105,7 +123,14 @@ class Halves:
         is_checked = self._num_passes <= FIRST_CHECKS or self._num_passes % CHECK_EVERY == 0
         reason = ""
         for attempt in range(self._attempt, _ATTEMPTS):
-            graph = _Graph([r.grad_fn for r, _ in pairs], self._parameters, self._samples, self._batch_dim, attempt)
+            graph = _Graph(
+                [r.grad_fn for r, _ in pairs],
+                self._parameters,
+                self._samples,
+                self._batch_dim,
+                attempt,
+                computed=self._computed_weights,
+            )
             if not graph.concerns_weights:
                 return False
             if graph.uncovered is not None:
@@ -250,11 +275,18 @@ class _Graph:
     """Where to silence samples on the way from the loss to the weights."""
 
     def __init__(
-        self, roots: list[Any], parameters: Sequence[nn.Parameter], samples: int, batch_dim: int, attempt: int
+        self,
+        roots: list[Any],
+        parameters: Sequence[nn.Parameter],
+        samples: int,
+        batch_dim: int,
+        attempt: int,
+        *,
+        computed: Sequence[Node] = (),
     ) -> None:
         self._wanted = {id(parameter): parameter for parameter in parameters}
         self._samples, self._batch_dim, self._attempt = samples, batch_dim, attempt
-        self._of_weights: dict[Node, bool] = {}
+        self._of_weights = dict.fromkeys(_all_behind(computed), True)
         self.places: dict[Node, list[_Layout | None]] = {}
         self.common: set[Node] = set()
         self.needs_check = False
@@ -378,6 +410,18 @@ class _Graph:
             else:
                 known[now] = True
         return known[node]
+
+
+def _all_behind(nodes: Sequence[Node]) -> set[Node]:
+    """Return nodes and all that they were computed from, but for the leaves."""
+    found: set[Node] = set()
+    ahead = list(nodes)
+    while ahead:
+        node = ahead.pop()
+        if node not in found and not hasattr(node, "variable"):
+            found.add(node)
+            ahead.extend(child for child, _ in node.next_functions if child is not None)
+    return found
 
 
 def _shapes(node: Node) -> list[tuple[int, ...]]:

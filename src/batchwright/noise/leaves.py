@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from batchwright.errors import InvalidInputError
 from batchwright.noise.gradient_squares import add_squares, row_norms
 
 if TYPE_CHECKING:
@@ -56,6 +58,11 @@ class Weights:
                     if parameter.requires_grad:
                         found.setdefault(id(parameter), (parameter, len(names)))
                 names.append(str(group.get("name", f"group {len(names)}")))
+        if any(is_lazy(parameter) for parameter, _ in found.values()):
+            raise InvalidInputError(
+                "the model has lazy parameters, whose shapes are not known before its first forward.",
+                remedy="run one forward before NoiseScale is made",
+            )
         others = sum(p.requires_grad and id(p) not in found for p in model.parameters())
         return Weights([p for p, _ in found.values()], [group for _, group in found.values()], names, others)
 

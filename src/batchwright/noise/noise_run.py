@@ -20,7 +20,7 @@ from batchwright.accumulate.accumulator import Accumulator
 from batchwright.accumulate.read_ahead import SizedBatches
 from batchwright.device.device import open_device
 from batchwright.device.step import build_scaler
-from batchwright.device.step_checks import checked_loss
+from batchwright.device.step_checks import checked_loss, needing_larger_micro_batches
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.noise.best_batch import best_batch
 from batchwright.noise.noise_run_result import NoiseRun, TrendPoint
@@ -91,7 +91,8 @@ def measure_noise(
             unit=unit or (None if workload.units is None else "units"),
             population=None if workload.data is None else len(workload.data),
         )
-        with closing(noise):
+        split_asked = f"an effective batch of {effective_batch}, as {size}x{accumulation},"
+        with closing(noise), needing_larger_micro_batches(split_asked):
             done: list[Step] = []
             seconds: list[float] = []
             batches = itertools.islice(trained.batches(size, accumulation), steps * accumulation)

@@ -69,12 +69,15 @@ class OwnLoop:
         self._halves = self._new_halves()
         self._is_by_example = False
         self._listening: Listening | None = None
+        self._hooks_of_halves: list[Any] = []
         handles = [
-            model.register_forward_pre_hook(WeakHook(self._forward), with_kwargs=True),
             # One step of the first optimizer is one window; with a closure its last backwards are inside the step.
             self._optimizers[0].register_step_pre_hook(WeakHook(self._step_begins)),
             self._optimizers[0].register_step_post_hook(WeakHook(self._step_ended)),
         ]
+        # A scripted module has no such hook: neither forwards nor the sizes of inputs are then seen.
+        if not isinstance(model, torch.jit.ScriptModule):
+            handles.append(model.register_forward_pre_hook(WeakHook(self._forward), with_kwargs=True))
         self.let_go = weakref.finalize(self, remove_all, handles)
         self._begin()
 
@@ -203,6 +206,8 @@ class OwnLoop:
             self._num_before = number
             self._sink.learn(rows, 1.0, self.num_windows + 1)
         self.leaves.stop()
+        if self._halves is not None:
+            self._halves.forget_computed_weights()
         self.num_windows += 1
         self._begin()
 
@@ -262,10 +267,12 @@ class OwnLoop:
             self._examples.start() if by_example else self._examples.stop()
         self._is_by_example = by_example
         if by_halves and self._listening is None:
+            assert self._halves is not None
             self._listening = listen(WeakHook(self._backward_called))
-            weakref.finalize(self, self._listening.remove)
+            self._hooks_of_halves = self._halves.follow_parametrizations(self._model)
+            weakref.finalize(self, remove_all, [self._listening, *self._hooks_of_halves])
         elif not by_halves and self._listening is not None:
-            self._listening.remove()
+            remove_all([self._listening, *self._hooks_of_halves])
             self._listening = None
         if self._sums is not None:
             self._wait()

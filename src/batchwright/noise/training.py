@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, DistributedSampler
 
 from batchwright.device.batches import check_data_has_no_shape, make_batch, move_batch
-from batchwright.device.step import build_model, build_optimizers
+from batchwright.device.step import build_model, build_optimizers, evaluating
 from batchwright.errors import InvalidInputError
 from batchwright.memory.estimate import check_shape
 from batchwright.state.untouched import untouched
@@ -98,6 +99,7 @@ def training(
     with untouched(workload, accelerator=None if device.type == "cpu" else device):
         torch.manual_seed(seed)
         model = build_model(workload, device)
+        _materialise(workload, model, device, dict(shape or {}))
         if is_spread:
             model = (workload.wrap or nn.parallel.DistributedDataParallel)(model)
         optimizers = build_optimizers(workload, model)
@@ -106,6 +108,14 @@ def training(
         # Samples that are made, and dropout, must differ from rank to rank.
         torch.manual_seed(seed + 1_000_003 * rank + 1)
         yield Trained(workload, model, optimizers, device, dict(shape or {}), seed, rank, ranks)
+
+
+def _materialise(workload: Workload, model: nn.Module, device: torch.device, shape: Mapping[str, Any]) -> None:
+    """Run one forward of a model with lazy parameters: hooks and ranks need to know their shapes."""
+    assert workload.loss is not None
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        with torch.no_grad(), evaluating(model):
+            workload.loss(model, make_batch(workload, 1, shape, device))
 
 
 def fitting_split(each: int, largest: int | None) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import platform
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from batchwright.accumulate.audit import audit_workload
 from batchwright.device.step import build_optimizers
@@ -25,7 +26,9 @@ from batchwright.state.untouched import untouched
 from batchwright.tuning.throughput import measure_throughput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    from torch import nn
 
     from batchwright.tuning.ask import Ask
     from batchwright.tuning.known import Known
@@ -54,8 +57,8 @@ def _description(workload: Workload, target: str | None, ask: Ask) -> dict[str, 
     return {
         "name": workload.name,
         "target": target,
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "num_trained": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        "num_parameters": _num_numbers(model.parameters()),
+        "num_trained": _num_numbers(parameter for parameter in model.parameters() if parameter.requires_grad),
         "samples": None if workload.data is None else len(workload.data),
         "optimizer": type(optimizers[0]).__name__ if optimizers else None,
         "learning_rate": float(rates.pop()) if len(rates) == 1 and None not in rates else None,
@@ -65,6 +68,12 @@ def _description(workload: Workload, target: str | None, ask: Ask) -> dict[str, 
         "command": None if target is None else ask.command(target),
         **ask.to_dict(),
     }
+
+
+def _num_numbers(parameters: Iterable[nn.Parameter]) -> int | None:
+    """Return the numbers in some parameters; None where a lazy one does not know its shape yet."""
+    counted = list(parameters)
+    return None if any(map(is_lazy, counted)) else sum(parameter.numel() for parameter in counted)
 
 
 def find_fit(work: Workload | str, known: Known, ask: Ask, say: Say) -> dict[str, Any]:

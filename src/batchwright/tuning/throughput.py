@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.device.batches import make_batch
 from batchwright.device.device import open_device
-from batchwright.device.step_checks import checked_loss
+from batchwright.device.out_of_memory import is_too_small
+from batchwright.device.step_checks import checked_loss, needing_larger_micro_batches
 from batchwright.errors import InvalidInputError
 from batchwright.fitting.result import NEAR_BEST
 from batchwright.noise.training import Trained, training
@@ -131,24 +132,34 @@ def measure_throughput(
     device = open_device(on)
     now: Callable[[], float] = getattr(device, "now", time.perf_counter)
     seen: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
-    with training(workload, device=device.torch_device, shape=shape) as trained:  # type: ignore[attr-defined]
+    notes: list[str] = []
+    with (
+        needing_larger_micro_batches(f"micro-batch {sizes[-1]}"),
+        training(workload, device=device.torch_device, shape=shape) as trained,  # type: ignore[attr-defined]
+    ):
         progress(f"timing micro-batches {', '.join(map(str, sizes))}")
         for size in sizes:
-            _one_step(trained, size, now)
+            try:
+                _one_step(trained, size, now)
+            except ValueError as error:
+                if not is_too_small(error) or size == sizes[-1]:
+                    raise
+                del seen[size]
+                notes.append(f"micro-batch {size} is too small for batch normalization, and was not timed")
         start, turn = time.monotonic(), 0
         most = repeats if trained.ranks > 1 else 10 * repeats  # ranks must not disagree on how many there are
         while turn < repeats or (time.monotonic() - start < seconds and turn < most):
-            for size in sizes:
-                seen[size].append(_one_step(trained, size, now))
+            for size, timed in seen.items():
+                timed.append(_one_step(trained, size, now))
             turn += 1
     rows = tuple(_row(size, timed) for size, timed in seen.items())
     points = [TimedPoint(row.micro_batch, row.pass_seconds) for row in rows]
     whole = [TimedPoint(row.micro_batch, row.seconds, accumulation=1) for row in rows]
     found = Throughput(workload.name, on or device.name, trained.ranks, rows, fit_times([*points, *whole]))
     if found.noise <= _NOISY:
-        return found
+        return replace(found, notes=tuple(notes))
     note = f"half of the repeats lie up to {found.noise:.0%} off the middle: the machine was busy, or steps are short"
-    return replace(found, notes=(note.replace("%", " %"),))
+    return replace(found, notes=(*notes, note.replace("%", " %")))
 
 
 def _one_step(trained: Trained, size: int, now: Callable[[], float]) -> tuple[float, float]:
