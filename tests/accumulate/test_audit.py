@@ -204,6 +204,126 @@ def test_a_loss_whose_samples_look_at_each_other_is_named() -> None:
     assert "CachedLoss" in (found.remedy or "")
 
 
+def plain(loss: Any, **changes: Any) -> Workload:
+    """A small net, without a window of its own."""
+    parts: dict[str, Any] = {
+        "model": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)),
+        "batch": lambda n: torch.randn(n, 6),
+        "loss": loss,
+        "optimizer": sgd,
+    }
+    return Workload(**{**parts, **changes})
+
+
+def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch) - 1).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "reduced",
+    [torch.max, torch.min, lambda losses: losses.logsumexp(0), lambda losses: losses.mean().sqrt()],
+    ids=["max", "min", "logsumexp", "root"],
+)
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_a_loss_that_is_no_mean_is_not_called_a_mean_of_means(reduced: Any, micro_batch: int) -> None:
+    found = audit_workload(
+        plain(lambda model, batch: reduced((model(batch) - 1).square().squeeze(1))), micro_batch=micro_batch
+    )
+    assert (found.exact, found.cause) == (False, "not a mean")
+    assert "neither a mean nor a sum" in found.explanation
+
+
+def test_a_model_with_fewer_weights_than_micro_batches_has_no_cause_by_shares() -> None:
+    tiny = plain(lambda model, batch: model(batch).square().max(), model=lambda: nn.Linear(6, 1))
+    found = audit_workload(tiny, micro_batch=1, accumulation=16)
+    assert (found.exact, found.cause) == (False, "unknown")
+
+
+def test_a_loss_that_freezes_weights_now_and_then_is_named() -> None:
+    calls: list[int] = []
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        model[0].requires_grad_(len(calls) % 2 == 0)
+        return square(model, batch)
+
+    found = audit_workload(plain(loss))
+    assert (found.exact, found.cause) == (False, "frozen by the loss")
+    assert found.explanation.endswith(": 0")
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_loss_that_sets_what_trains_is_compared_as_it_leaves_it(trains: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    model[0].requires_grad_(not trains)
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        model[0].requires_grad_(trains)
+        return square(model, batch)
+
+    everything = plain(loss, model=model, optimizer=lambda model: sgd(model.parameters()))
+    assert audit_workload(everything).exact
+    assert all(weight.requires_grad is not trains for weight in model[0].parameters())
+
+
+def test_a_window_that_freezes_on_its_way_is_not_compared_with_what_it_left() -> None:
+    def window(model: Any, optimizer: Any, micro_batches: Sequence[torch.Tensor]) -> None:
+        for batch in micro_batches:
+            (square(model, batch) / len(micro_batches)).backward()
+            model[0].requires_grad_(False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = audit_workload(plain(square, window=window))
+    assert (found.exact, found.cause) == (False, "part detached")
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda loss: loss[None].expand(3), r"scalar tensor; received one of shape \(3,\)"),
+        (lambda loss: None, "received NoneType"),
+        (lambda loss: loss.item(), r"received float; return the tensor itself"),
+        (lambda loss: {"loss": loss}, r"received dict; it has a \['loss'\]"),
+        (lambda loss: (loss, loss), "received tuple; if its first entry is the loss"),
+        (lambda loss: loss.detach(), "does not require a gradient"),
+        (lambda loss: loss.long(), "does not require a gradient"),
+        (lambda loss: loss * 1j, "received a complex number"),
+        (lambda loss: loss.to_sparse(), "received a tensor of layout"),
+        (lambda loss: loss * float("nan"), "the loss is nan"),
+        (lambda loss: loss.new_ones((), requires_grad=True) * 2, "the step trained nothing"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on_is_answered(returned: Any, said: str) -> None:
+    with pytest.raises(InvalidInputError, match=said):
+        audit_workload(plain(lambda model, batch: returned(square(model, batch))))
+
+
+def test_a_loss_that_fails_on_micro_batches_alone_is_answered() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> Any:
+        return square(model, batch) if len(batch) > 2 else model(batch)
+
+    with pytest.raises(InvalidInputError, match=r"received one of shape \(2, 1\)"):
+        audit_workload(plain(loss))
+
+
+@pytest.mark.parametrize(("options", "split"), [({"micro_batch": 1}, "1x4"), ({"splits": "3+1"}, r"3\+1")])
+def test_single_samples_for_batch_normalization_name_the_split(options: dict[str, Any], split: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    with pytest.raises(InvalidInputError, match=f"^the split {split} has micro-batches that are too small for batch"):
+        audit_workload(plain(square, model=model), **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_lazy_and_scripted_models_are_compared(dtype: str) -> None:
+    lazy = plain(square, model=lambda: nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1)))
+    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    scripted = plain(square, model=lambda: torch.jit.script(layers))
+    assert audit_workload(lazy, dtype=dtype).exact
+    assert audit_workload(scripted, dtype=dtype).exact
+
+
 @pytest.mark.parametrize(
     ("synchronised", "cause"), [("last", None), ("all", "missing no_sync"), ("none", "synchronisation lost")]
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batchwright.accumulate.audit_result import BIG_BATCH, TOLERANCES, Audit, Cause, Compared, SplitAudit
+from batchwright.accumulate.audit_result import BIG_BATCH, TOLERANCES, Audit, Cause, Compared, SplitAudit, split_name
 from batchwright.accumulate.audit_subject import Subject
 from batchwright.accumulate.causes import (
     BATCH_NORM,
@@ -36,6 +36,7 @@ from batchwright.accumulate.causes import (
 from batchwright.accumulate.gradients import Gradient, compare_modules
 from batchwright.accumulate.splits import read_splits
 from batchwright.accumulate.synchronisations import judge_synchronisations
+from batchwright.device.step_checks import needing_larger_micro_batches
 from batchwright.errors import InvalidInputError
 from batchwright.memory.estimate import check_shape
 from batchwright.state.untouched import leaves_untouched
@@ -163,7 +164,8 @@ def audit_subject(
 ) -> Audit:
     """Compare every split, run a second window after the first, and look for the cause of what is off."""
     accumulation = len(sizes[0])
-    with subject.open():
+    named = ", ".join(dict.fromkeys(split_name(split) for split in (*sizes, *tails)))
+    with needing_larger_micro_batches(f"the split {named}"), subject.open():
         windows = subject.twice(subject.micro_batches(sizes[0]))
         tried = [_try_split(subject, sizes[0], accumulation, windows[0])]
         tried += [_try_split(subject, split, accumulation) for split in (*sizes[1:], *tails)]
@@ -179,8 +181,7 @@ def audit_subject(
     worst = max(range(len(tried)), key=lambda i: _how_bad(tried[i], is_tail=i >= len(sizes)))
     found = _first_to_fix(subject, tried, compared, causes[worst], defects)
     splits = [replace(one.result, cause=why.name if why else None) for one, why in zip(tried, causes, strict=True)]
-    named = found.name if found else ""
-    others = {why.name: why for why in (*causes, *defects) if why is not None and why.name != named}
+    others = {why.name: why for why in (*causes, *defects) if why is not None and why.name != (found and found.name)}
     second = None
     if len(windows) > 1:
         mine, theirs = windows[1].gradient, windows[0].gradient

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from batchwright.printed_result import PrintedResult
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import RenderableType
 
 TOLERANCES = {"fp32": 1e-5, "fp64": 1e-10}
@@ -55,6 +57,15 @@ class ModuleError:
     relative_error: float | None
 
 
+def split_name(sizes: Sequence[int]) -> str:
+    """Return a split as people write it.
+
+    >>> split_name((2, 2, 2)), split_name((3, 3, 2))
+    ('2x3', '3+3+2')
+    """
+    return f"{sizes[0]}x{len(sizes)}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
+
+
 @dataclass(frozen=True)
 class SplitAudit:
     """One split of the very same samples, compared with one batch of them."""
@@ -69,14 +80,8 @@ class SplitAudit:
 
     @property
     def name(self) -> str:
-        """The split as people write it.
-
-        >>> SplitAudit((2, 2, 2), 1.0, 0.0, True).name, SplitAudit((3, 3, 2), 1.0, 0.0, True).name
-        ('2x3', '3+3+2')
-        """
-        if len(set(self.sizes)) == 1:
-            return f"{self.sizes[0]}x{len(self.sizes)}"
-        return "+".join(map(str, self.sizes))
+        """The split as people write it."""
+        return split_name(self.sizes)
 
 
 @dataclass(frozen=True, repr=False)

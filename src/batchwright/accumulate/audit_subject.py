@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from batchwright.accumulate.without_dropout import without_dropout
 from batchwright.device.batches import make_batch, move_batch
 from batchwright.device.cutting import cut
 from batchwright.device.step import build_model, build_optimizers
-from batchwright.device.step_checks import checked_loss
+from batchwright.device.step_checks import check_that_something_trains, checked_loss, scalar_loss
 from batchwright.errors import InvalidInputError
 from batchwright.state.random_state import kept_random_state
 from batchwright.units import counted
@@ -121,16 +122,19 @@ class Subject:
         """Return the gradient of one batch of all samples of a split."""
         if self._replays:
             return self._replayed(self.micro_batches(sizes))
-        return self.of_loss(self.micro_batches([sum(sizes)])[0])
+        return self.of_loss(self.micro_batches([sum(sizes)])[0], must_train=True)
 
-    def of_loss(self, batch: Any, seed: int = 0) -> Gradient:
+    def of_loss(self, batch: Any, seed: int = 0, *, must_train: bool = False) -> Gradient:
         """Return the gradient of the workload's loss on one batch."""
         assert self._workload.loss is not None
         torch.manual_seed(seed)
         self.model.zero_grad(set_to_none=True)
-        with self._kept_buffers():
-            _usable(self._workload.loss(self.model, batch)).backward()
-        gradient = Gradient.of(self.model)
+        with self._kept_model():
+            loss = _usable(self._workload.loss(self.model, batch))
+            loss.backward()
+            if must_train:
+                check_that_something_trains(as_list(self._optimizers))
+            gradient = replace(Gradient.of(self.model), loss=float(loss.detach()))
         self.model.zero_grad(set_to_none=True)
         return gradient
 
@@ -152,7 +156,7 @@ class Subject:
             torch.manual_seed(seed)
             return SeededMicroBatches(micro_batches) if self._replays else list(micro_batches)
 
-        with self._kept_buffers():
+        with self._kept_model():
             caught = catch_windows(
                 window, self.model, as_list(self._optimizers), handed, times=times, detailed=detailed
             )
@@ -197,9 +201,10 @@ class Subject:
         shares, gaps, means = self._shares(parts), [], []
         for draw in range(_DRAWS):
             torch.manual_seed(draw)
-            with self._kept_buffers(), torch.no_grad():
-                big = float(self._workload.loss(self.model, whole))
-                mean = sum(s * float(self._workload.loss(self.model, p)) for s, p in zip(shares, parts, strict=True))
+            with self._kept_model(), torch.no_grad():
+                big = float(scalar_loss(self._workload.loss(self.model, whole)))
+                losses = [float(scalar_loss(self._workload.loss(self.model, part))) for part in parts]
+                mean = sum(share * loss for share, loss in zip(shares, losses, strict=True))
             gaps.append(big - mean)
             means.append(mean)
         center, spread = statistics.fmean(gaps), statistics.stdev(gaps) / _DRAWS**0.5
@@ -237,7 +242,7 @@ class Subject:
 
     def _look_for_randomness(self) -> None:
         assert self._workload.loss is not None
-        with self._kept_buffers():
+        with self._kept_model():
             losses = []
             for seed in (0, 1):
                 torch.manual_seed(seed)
@@ -247,11 +252,14 @@ class Subject:
             self.notes.append(f"the loss is random even without dropout ({losses[0]:.6g}, then {losses[1]:.6g})")
 
     @contextmanager
-    def _kept_buffers(self) -> Iterator[None]:
+    def _kept_model(self) -> Iterator[None]:
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        trains = {name: weight.requires_grad for name, weight in self.model.named_parameters()}
         try:
             yield
         finally:
+            for name, weight in self.model.named_parameters():
+                weight.requires_grad_(trains.get(name, weight.requires_grad))
             for name, buffer in self.model.named_buffers():
                 if name in before:
                     buffer.copy_(before[name])

@@ -19,6 +19,7 @@ import torch
 from batchwright.accumulate.gradients import Gradient, named_weights
 from batchwright.accumulate.loop_watch import Habits, LoopWatch, Trace
 from batchwright.accumulate.undisturbed import listening, without_clipping
+from batchwright.device.step_checks import checked_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -90,7 +91,8 @@ class _Run:
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], *, detailed: bool) -> None:
         self._model = model
         self._optimizers = list(optimizers)
-        self._weights = named_weights(model)
+        # Also those that are frozen now: the loop may unfreeze them.
+        self._weights = named_weights(model, frozen=True)
         self._watch = LoopWatch(model, optimizers, detailed=detailed)
         self._steps: list[list[dict[str, torch.Tensor]]] = [[] for _ in self._optimizers]
         self._other: str | None = None
@@ -227,7 +229,7 @@ def _ids(optimizer: Any) -> set[int]:
 
 
 def _are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(value, other[name]) for name, value in one.items())
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def plain_window(loss: Callable[..., torch.Tensor]) -> Callable[..., None]:
@@ -236,7 +238,7 @@ def plain_window(loss: Callable[..., torch.Tensor]) -> Callable[..., None]:
     def window(model: nn.Module, optimizer: Any, micro_batches: Sequence[Any]) -> None:
         optimizers = optimizer if isinstance(optimizer, tuple) else (optimizer,)
         for micro_batch in micro_batches:
-            (loss(model, micro_batch) / len(micro_batches)).backward()
+            (checked_loss(loss(model, micro_batch)) / len(micro_batches)).backward()
         for each in optimizers:
             each.step()
         for each in optimizers:

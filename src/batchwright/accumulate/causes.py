@@ -95,6 +95,12 @@ NOT_ADDITIVE = Cause(
     "the loss of the big batch is no weighted sum of the losses of its parts: its samples look at each other",
     "bw.CachedLoss for contrastive losses; no plain accumulation can be exact",
 )
+NOT_A_MEAN = Cause(
+    "not a mean",
+    "the loss of the big batch is neither a mean nor a sum over its samples: what a sample counts for depends on the "
+    "others, as in a maximum, a logsumexp or the root of a mean",
+    "a loss that is a mean or a sum over samples, or bw.CachedLoss; no plain accumulation can be exact",
+)
 DROPPED = Cause(
     "gradients dropped",
     "only some of the micro-batches are in the gradient: it is zeroed within the window, or stepped before its end",
@@ -109,6 +115,11 @@ DETACHED = Cause(
     "part detached",
     "some weights get no gradient in some micro-batches",
     "look for detach(), no_grad() or requires_grad_(False) on the way to these weights",
+)
+FROZEN_BY_LOSS = Cause(
+    "frozen by the loss",
+    "the loss freezes or unfreezes weights, so that they have a gradient in some batches and none in others",
+    "call requires_grad_() outside of the loss, between two windows",
 )
 CHANGED_BETWEEN = Cause(
     "gradient changed between micro-batches",
@@ -295,9 +306,11 @@ def _detached(evidence: Evidence, trace: Trace, near: _Near) -> Cause | None:
         return None
     missing: dict[str, int] = {}
     for added, part in zip(trace.contributions, evidence.parts, strict=True):
+        if added.by_name.keys() != part.by_name.keys():
+            return None  # weights were frozen or unfrozen on the way
         without = {n for n, v in part.by_name.items() if bool(v.any()) and not bool(added.by_name[n].any())}
         with_it = [n for n in part.by_name if n not in without]
-        mine, theirs = (Gradient({n: g.by_name[n] for n in with_it}) for g in (added, part))
+        mine, theirs = added.only(with_it), part.only(with_it)
         weight = mine.dot(theirs) / theirs.dot(theirs) if theirs.norm else 0.0
         if not near.are_equal(theirs.times(weight), mine):
             return None
@@ -364,9 +377,15 @@ def cause_by_weights(accumulated: Gradient, reference: Gradient, parts: Sequence
     near = _Near(_TOLERANCE_OF_ONE_WINDOW)
     if not accumulated.norm:
         return _explained(DROPPED, "; nothing was left of it at the step")
+    flipped = {name for part in parts for name in part.by_name.keys() ^ reference.by_name.keys()}
+    if flipped:
+        return _explained(FROZEN_BY_LOSS, f": {_named(flipped)}")
     right = best_weights(reference, parts)
     if not near.are_equal(combined(parts, right), reference):
         return NOT_ADDITIVE
+    are_known = _can_be_told_apart(parts)
+    if are_known and not _is_mean_or_sum(right, reference, parts):
+        return NOT_A_MEAN
     num_parts = len(parts)
     ratio = accumulated.dot(reference) / reference.dot(reference) if reference.norm else 0.0
     is_proportional = near.are_equal(reference.times(ratio), accumulated, tightly=True)
@@ -381,15 +400,34 @@ def cause_by_weights(accumulated: Gradient, reference: Gradient, parts: Sequence
     if is_proportional:
         return SCALED
     if num_parts > 1 and near.are_equal(combined(parts, [1 / num_parts] * num_parts), accumulated):
-        return MEAN_OF_MEANS
+        # Where shares are not unique, any loss that is no plain mean looks so.
+        return MEAN_OF_MEANS if are_known else UNKNOWN
     if num_parts < accumulation and near.are_equal(combined(parts, [1 / accumulation] * num_parts), accumulated):
         return TAIL_SCALE
-    if not _can_be_told_apart(parts):
+    if not are_known:
         return UNKNOWN
     weights = best_weights(accumulated, parts)
     if not near.are_equal(combined(parts, weights), accumulated):
         return UNKNOWN
     return _by_shares(weights, right)
+
+
+def _is_mean_or_sum(weights: Sequence[float], reference: Gradient, parts: Sequence[Gradient]) -> bool:
+    """Whether what parts count for in the big batch can be their shares of its units, or 1 each, by loss and gradient.
+
+    A maximum leaves parts out; the shares of a root do not add up to 1; those of a logsumexp do, but its value is not
+    the mean by them.
+    """
+    if all(abs(weight - 1) < 1e-3 for weight in weights):
+        return True
+    if min(weights) < 1e-3 / len(weights) or abs(sum(weights) - 1) > 1e-3:
+        return False
+    losses = [part.loss for part in parts]
+    if reference.loss is None or None in losses:
+        return True
+    known = [loss for loss in losses if loss is not None]
+    mean = sum(weight * loss for weight, loss in zip(weights, known, strict=True))
+    return abs(mean - reference.loss) <= 1e-3 * max(map(abs, (*known, reference.loss)))
 
 
 def _by_shares(weights: Sequence[float], right: Sequence[float]) -> Cause:
@@ -480,11 +518,7 @@ def _explained(cause: Cause, more: str) -> Cause:
 
 
 def _unlike(one: Gradient, other: Gradient, near: _Near) -> list[str]:
-    return [
-        name
-        for name, value in one.by_name.items()
-        if not near.are_equal(Gradient({name: value}), Gradient({name: other.by_name[name]}), tightly=True)
-    ]
+    return [name for name in one.by_name if not near.are_equal(one.only([name]), other.only([name]), tightly=True)]
 
 
 def _named(names: Iterable[str]) -> str:

@@ -131,6 +131,7 @@ def check_gradients_are_there(boundary: Boundary, num_done: int) -> None:
     """Refuse to go on where somebody has thrown away what a window had added up."""
     if num_done and not boundary.has_gradients:
         raise InvalidInputError(
-            f"the gradients of {num_done} micro-batches are gone: somebody zeroed them or stepped another optimizer.",
+            f"the gradients of {num_done} micro-batches are gone: somebody zeroed them, stepped another "
+            "optimizer, or computed losses that do not depend on the weights.",
             remedy="the accumulator zeroes gradients itself; take optimizer.step() and zero_grad() out of the loop",
         )

@@ -2,7 +2,8 @@
 
 Promises:
 - a gradient is kept in fp64 on the CPU, whatever it was;
-- a weight without a gradient counts as zero, so that a forgotten one shows.
+- a weight without a gradient counts as zero, so that a forgotten one shows; so does one that is named in only one of
+  two gradients, because a loss froze or unfroze it in between.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from batchwright.accumulate.audit_result import ModuleError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
 
@@ -26,6 +27,8 @@ class Gradient:
     """The gradient of every weight, by name."""
 
     by_name: dict[str, torch.Tensor]
+    loss: float | None = None
+    """The value of the loss that it is the gradient of, where that is known."""
 
     @staticmethod
     def of(model: nn.Module) -> Gradient:
@@ -37,7 +40,10 @@ class Gradient:
         1.0
         """
         taken = {}
-        for name, weight in named_weights(model).items():
+        for name, weight in named_weights(model, frozen=True).items():
+            # An optimizer steps what holds a gradient, also where it was frozen since.
+            if not weight.requires_grad and weight.grad is None:
+                continue
             taken[name] = no_gradient(weight) if weight.grad is None else as_value(weight.grad)
         return Gradient(taken)
 
@@ -57,11 +63,16 @@ class Gradient:
 
     def minus(self, other: Gradient) -> Gradient:
         """Return the difference."""
-        return Gradient({name: value - other.by_name[name] for name, value in self.by_name.items()})
+        return combined([self, other], [1.0, -1.0])
+
+    def only(self, names: Iterable[str]) -> Gradient:
+        """Return the part that some weights have in it."""
+        return Gradient({name: self.by_name[name] for name in names if name in self.by_name})
 
     def dot(self, other: Gradient) -> float:
         """Return the inner product."""
-        return float(sum(float((value * other.by_name[name]).sum()) for name, value in self.by_name.items()))
+        shared = [name for name in self.by_name if name in other.by_name]
+        return float(sum(float((self.by_name[name] * other.by_name[name]).sum()) for name in shared))
 
     def error_to(self, reference: Gradient) -> float | None:
         """Return the norm of the difference over that of the reference; None where only the reference is 0."""
@@ -78,12 +89,12 @@ class Gradient:
         return self.norm > 0 and all(bool((value.to(dtype).double() == value).all()) for value in values)
 
 
-def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights that are trained, by name."""
+def named_weights(model: nn.Module, *, frozen: bool = False) -> dict[str, torch.Tensor]:
+    """Return the weights that are trained, by name; with those that are frozen, if wanted."""
     # Wrapped by DDP or compiled, a model is its only child, and its names have that before them.
     inner = getattr(model, "_orig_mod", model)
     inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
-    return {name: weight for name, weight in inner.named_parameters() if weight.requires_grad}
+    return {name: weight for name, weight in inner.named_parameters() if frozen or weight.requires_grad}
 
 
 def as_value(gradient: torch.Tensor) -> torch.Tensor:
@@ -113,12 +124,10 @@ def width_of(model: nn.Module) -> str:
 
 def combined(gradients: Sequence[Gradient], weights: Sequence[float]) -> Gradient:
     """Return the weighted sum."""
-    names = gradients[0].by_name
+    pairs = list(zip(gradients, weights, strict=True))
+    names = dict.fromkeys(name for gradient in gradients for name in gradient.by_name)
     return Gradient(
-        {
-            name: sum((g.by_name[name] * w for g, w in zip(gradients, weights, strict=True)), torch.zeros(()))
-            for name in names
-        }
+        {name: sum((g.by_name[name] * w for g, w in pairs if name in g.by_name), torch.zeros(())) for name in names}
     )
 
 
@@ -132,11 +141,11 @@ def best_weights(target: Gradient, gradients: Sequence[Gradient]) -> list[float]
 
 def compare_modules(gradient: Gradient, reference: Gradient) -> tuple[ModuleError, ...]:
     """Compare module by module, the worst first."""
-    owners = {name.rpartition(".")[0] or "(model)" for name in reference.by_name}
+    owned: dict[str, list[str]] = {}
+    for name in {**reference.by_name, **gradient.by_name}:
+        owned.setdefault(name.rpartition(".")[0] or "(model)", []).append(name)
     errors = []
-    for owner in owners:
-        inside = [name for name in reference.by_name if (name.rpartition(".")[0] or "(model)") == owner]
-        mine = Gradient({name: gradient.by_name[name] for name in inside})
-        theirs = Gradient({name: reference.by_name[name] for name in inside})
+    for owner, inside in owned.items():
+        mine, theirs = gradient.only(inside), reference.only(inside)
         errors.append(ModuleError(owner, mine.ratio_to(theirs), mine.error_to(theirs)))
     return tuple(sorted(errors, key=lambda error: (-(error.relative_error or 0.0), error.name)))

@@ -87,7 +87,7 @@ class TrainedWeights:
         """Refuse to go on where something changed since `read`."""
         is_same = (
             [weight.requires_grad for weight in self._all] == [flag for _, flag, _ in self._state]
-            and (self._gathers or all(home.get(name) is weight for home, name, _, weight in self._homes))
+            and (self._gathers or all(name in home and home[name] is weight for home, name, _, weight in self._homes))
             and all(_ids(children.values()) == before for children, before in self._children)
             and _ids(self._held_now()) == _ids(self.held)
         )

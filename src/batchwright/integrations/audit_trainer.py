@@ -24,6 +24,7 @@ from batchwright.device.batches import tensors_in
 from batchwright.device.joining import join
 from batchwright.errors import InvalidInputError, import_extra
 from batchwright.integrations.trainer_probes import TrainerProbes
+from batchwright.state.process_state import cheap_collections
 from batchwright.units import counted
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class TrainerSubject:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Compare inside of this: dropout is off."""
-        with without_dropout(self.model) as off:
+        with cheap_collections(), without_dropout(self.model) as off:
             if off:
                 self.notes.append(f"dropout was off ({counted(len(off), 'place')})")
             yield

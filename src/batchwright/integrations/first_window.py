@@ -8,12 +8,13 @@ Promises:
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from batchwright.accumulate.audit_result import TOLERANCES, Audit, SplitAudit
-from batchwright.accumulate.causes import BATCH_NORM, NOT_ADDITIVE, RANDOM_LOSS, UNKNOWN, cause_by_weights
+from batchwright.accumulate.causes import BATCH_NORM, NOT_A_MEAN, NOT_ADDITIVE, RANDOM_LOSS, UNKNOWN, cause_by_weights
 from batchwright.accumulate.checks import batch_norms
 from batchwright.accumulate.gradients import Gradient, compare_modules, width_of
 from batchwright.accumulate.undisturbed import without_autocast
@@ -84,7 +85,7 @@ class FirstWindow:
         cause = RANDOM_LOSS if is_random and not is_exact else None
         if not is_exact and not is_random:
             cause = cause_by_weights(self._gradient, reference, parts, self._accumulation)
-            if cause in (NOT_ADDITIVE, UNKNOWN) and batch_norms(self._model):
+            if cause in (NOT_ADDITIVE, NOT_A_MEAN, UNKNOWN) and batch_norms(self._model):
                 cause = BATCH_NORM
         name = (cause.name or None) if cause else None
         split = SplitAudit(sizes, self._gradient.ratio_to(reference), error, is_exact, name)
@@ -117,8 +118,9 @@ class FirstWindow:
             with kept_random_state():
                 if seed is not None:
                     torch.manual_seed(seed)
-                self._loss(batch).backward()
-            return Gradient.of(self._model)
+                loss = self._loss(batch)
+                loss.backward()
+            return replace(Gradient.of(self._model), loss=float(loss.detach()))
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient

@@ -15,9 +15,10 @@ from batchwright.fitting.budget import open_budget
 from batchwright.fitting.find_batch_size import keep_effective_batch, nothing_fits
 from batchwright.fitting.result import Fit
 from batchwright.fitting.search import by_doubling, by_peaks
-from batchwright.fitting.series import Cap, cheap_collections, describe, raise_failure, run_series
+from batchwright.fitting.series import Cap, describe, raise_failure, run_series
 from batchwright.fitting.work import refuse_spread
 from batchwright.integrations.trainer_probes import TrainerProbes
+from batchwright.state.process_state import cheap_collections
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
