@@ -17,7 +17,7 @@ from batchwright.device.step import run_probe
 from batchwright.memory.blocks import find_peak
 from batchwright.memory.fake_model import FakeParts, build_skeleton
 from batchwright.memory.tracing import trace_workload
-from batchwright.state.untouched import untouched
+from batchwright.state.untouched import thrown_away, untouched
 
 if TYPE_CHECKING:
     from memory_cases import Case
@@ -71,14 +71,15 @@ def run(case: Case) -> float:
     """Run the steps for real and return their CPU seconds."""
     clock = StepsClock()
     torch.manual_seed(SEED)
-    run_probe(
-        case.workload,
-        case.micro_batch,
-        device=CPU,
-        accumulation=case.accumulation,
-        clip_norm=case.clip_norm,
-        observer=clock,
-    )
+    with thrown_away():
+        run_probe(
+            case.workload,
+            case.micro_batch,
+            device=CPU,
+            accumulation=case.accumulation,
+            clip_norm=case.clip_norm,
+            observer=clock,
+        )
     gc.collect()
     return clock.seconds
 

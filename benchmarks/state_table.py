@@ -138,6 +138,9 @@ def work_off(cells: list[Cell], file: Path) -> None:
     warnings.simplefilter("ignore")
     import torch
 
+    # The first optimizer of a process imports it, whoever makes it; it sets a variable and makes its cache folder.
+    import torch._dynamo
+
     torch.set_num_threads(1)
     import state_models  # noqa: F401
 
