@@ -21,6 +21,10 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 CATCH_ALLS = ("told", "said", "asked", "found", "made", "each", "there", "_why", "_when")
 LARGEST_FOLDER_BUT_ROOT = "files in the largest folder"
@@ -50,7 +54,7 @@ def bound_names(tree: ast.AST) -> list[str]:
     return names
 
 
-def importers(trees: dict[str, ast.AST]) -> dict[str, set[str]]:
+def importers(trees: Mapping[str, ast.AST]) -> dict[str, set[str]]:
     """Return for every module of the package those that import it."""
     by: dict[str, set[str]] = collections.defaultdict(set)
     for name, tree in trees.items():
