@@ -475,3 +475,52 @@ def test_a_gradient_that_is_lost_shows_whatever_its_name() -> None:
         optimizer.step()
 
     assert not audit_workload(workload(model=Nested, window=forgets)).exact
+
+
+class Queue(nn.Module):
+    """Collects what it computed, in a buffer that is replaced by a larger one."""
+
+    queue: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+        self.register_buffer("queue", torch.zeros(0, 5))
+        self.num_calls = 0
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Return what the layer computes, and remember it."""
+        out: torch.Tensor = self.layer(features)
+        self.queue = torch.cat([self.queue, out.detach()])[-8:]
+        self.num_calls += 1
+        return out
+
+
+def rows(n: int) -> torch.Tensor:
+    return torch.randn(n, 6, generator=torch.Generator().manual_seed(0))
+
+
+def square_mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    square: torch.Tensor = model(batch).pow(2).mean()
+    return square
+
+
+def test_a_buffer_that_grows_is_put_back_between_the_runs() -> None:
+    model = Queue()
+    found = audit_workload(Workload(model=model, batch=rows, loss=square_mean, optimizer=sgd))
+    assert found.exact
+    assert (model.queue.shape, model.num_calls) == ((0, 5), 0)
+
+
+def test_a_loss_that_counts_its_calls_is_called_neither_random_nor_given_a_cause() -> None:
+    num_calls = 0
+
+    def annealed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return square_mean(model, batch) * num_calls
+
+    found = audit_workload(Workload(model=lambda: nn.Linear(6, 5), batch=rows, loss=annealed, optimizer=sgd))
+    assert (found.exact, found.cause, num_calls) == (False, None, 0)
+    assert any("differs from call to call with the same random numbers" in note for note in found.notes)
+    assert not any("random even without dropout" in note for note in found.notes)

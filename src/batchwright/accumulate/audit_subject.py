@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from batchwright.accumulate.audit_result import MEAN_OF_PARTS, TOLERANCES, Compared
 from batchwright.accumulate.caught_window import catch_windows, plain_window
@@ -29,6 +30,7 @@ from batchwright.device.step import build_model, build_optimizers
 from batchwright.device.step_checks import check_that_something_trains, checked_loss, scalar_loss
 from batchwright.errors import InvalidInputError
 from batchwright.state.random_state import kept_random_state
+from batchwright.state.untouched import Keep
 from batchwright.units import counted
 
 if TYPE_CHECKING:
@@ -103,6 +105,8 @@ class Subject:
             stack.enter_context(kept_random_state())
             cast = stack.enter_context(without_autocast())
             with without_dropout(self.model):
+                if any(map(is_lazy, (*self.model.parameters(), *self.model.buffers()))):
+                    self._loss_value(seed=0)  # makes the weights, and they stay for what follows
                 self._look_for_randomness()
             if not self._replays:
                 off = stack.enter_context(without_dropout(self.model))
@@ -241,28 +245,35 @@ class Subject:
         return counted_micro_batch(micro_batch, self._workload.units).counts.units
 
     def _look_for_randomness(self) -> None:
-        assert self._workload.loss is not None
         with self._kept_model():
-            losses = []
-            for seed in (0, 1):
-                torch.manual_seed(seed)
-                losses.append(float(_usable(self._workload.loss(self.model, self._batch)).detach()))
-        self.is_random = losses[0] != losses[1]
-        if self.is_random:
-            self.notes.append(f"the loss is random even without dropout ({losses[0]:.6g}, then {losses[1]:.6g})")
+            first, again = self._loss_value(seed=0), self._loss_value(seed=0)
+        with self._kept_model():
+            other = self._loss_value(seed=1)
+        # No cause can be told from a loss that moves on by itself either.
+        self.is_random = not first == again == other
+        if first != again:
+            self.notes.append(
+                f"the loss differs from call to call with the same random numbers ({first:.6g}, then {again:.6g}): "
+                "it counts or collects something, or draws from a generator of its own"
+            )
+        elif first != other:
+            self.notes.append(f"the loss is random even without dropout ({first:.6g}, then {other:.6g})")
+
+    def _loss_value(self, seed: int) -> float:
+        assert self._workload.loss is not None
+        torch.manual_seed(seed)
+        return float(_usable(self._workload.loss(self.model, self._batch)).detach())
 
     @contextmanager
     def _kept_model(self) -> Iterator[None]:
-        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        trains = {name: weight.requires_grad for name, weight in self.model.named_parameters()}
+        # What a forward leaves behind (statistics, a queue, a cache that grows, a counter of the loss) is gone before
+        # the next one: otherwise what is compared would begin from different states.
+        held = [part for part in (self._workload.loss, self._workload.window) if part is not None]
+        keep = Keep(held, objects=[self.model])
         try:
             yield
         finally:
-            for name, weight in self.model.named_parameters():
-                weight.requires_grad_(trains.get(name, weight.requires_grad))
-            for name, buffer in self.model.named_buffers():
-                if name in before:
-                    buffer.copy_(before[name])
+            keep.restore()
 
 
 def _usable(loss: Any) -> torch.Tensor:
