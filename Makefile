@@ -54,7 +54,7 @@ test-all: test
 # The ends of the range that pyproject.toml declares, each in an environment of its own, without constraints. The core is
 # what leans on torch most (private names, kernels, patches, hooks, the state of models and optimizers) and imports no
 # framework, as these environments have none. Another Python: make PYTHON=... test-newest
-CORE := tests/test_torch_names.py \
+CORE := tests/simulated/torch_patches/test_torch_names.py \
   $(addprefix tests/device/test_, byte_counter.py step.py) \
   $(addprefix tests/memory/test_, asked_kernels.py attention_kernel.py engine_adds.py host_batches.py kernels.py on_card.py \
     outside_tensors.py trace.py) \

@@ -30,7 +30,7 @@ from accumulate_loops import ACCUMULATION, OURS, Bare, by_hand, count_tokens, ma
 from torch import nn
 
 from batchwright.accumulate.accumulator import Accumulator
-from batchwright.device.byte_counter import ByteCounter
+from batchwright.device.host import ByteCounter
 
 if TYPE_CHECKING:
     from collections.abc import Callable

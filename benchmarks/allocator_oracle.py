@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from batchwright.simulated.allocator_settings import AllocatorSettings
-from batchwright.simulated.caching_allocator import CachingAllocator
+from batchwright.simulated.allocator.caching_allocator import CachingAllocator
+from batchwright.simulated.allocator.settings import AllocatorSettings
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from tests.simulated.event_sequences import CASES, run_sequence
+from tests.simulated.allocator.event_sequences import CASES, run_sequence
 
 if TYPE_CHECKING:
-    from batchwright.simulated.cached_blocks import Block
+    from batchwright.simulated.allocator.blocks import Block
 
 EVENTS = 80
 CALLS = 200_000

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import batchwright as bw
-from batchwright.memory import kernels
+from batchwright.trace import cpu_kernels as kernels
 
 ROUNDS = 3
 # (width, layers, sequence, micro-batch)

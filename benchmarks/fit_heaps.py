@@ -119,7 +119,7 @@ MODELS: dict[str, tuple[Workload, int]] = {
 
 def probe(workload: Workload, n: int) -> int:
     """Return the peak that a probe states, beyond parameters and buffers."""
-    from batchwright.device.limited_host import LimitedHost
+    from batchwright.device.host import LimitedHost
 
     outcome = LimitedHost(2**34).probe(workload, n)
     assert outcome.peak_bytes is not None

@@ -32,7 +32,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import batchwright as bw
-from batchwright.device.limited_host import live_bytes
+from batchwright.device.host import live_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

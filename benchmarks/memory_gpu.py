@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from gpu_cases.case import Case, all_cases, is_calibration
 
-from batchwright.catalogue.gpus import find_card
+from batchwright.catalogue.cards import find_card
 from batchwright.memory.on_card import upper_on_card
-from batchwright.memory.tracing import trace_workload
-from batchwright.simulated.simulated_card import SimulatedCard
+from batchwright.simulated.card import SimulatedCard
+from batchwright.trace.run import trace_workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

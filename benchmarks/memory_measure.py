@@ -14,10 +14,10 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
 from batchwright.device.step import run_probe
-from batchwright.memory.blocks import find_peak
-from batchwright.memory.fake_model import FakeParts, build_skeleton
-from batchwright.memory.tracing import trace_workload
 from batchwright.state.untouched import thrown_away, untouched
+from batchwright.trace.fake_model import FakeParts, build_skeleton
+from batchwright.trace.run import trace_workload
+from batchwright.trace.storages import find_peak
 
 if TYPE_CHECKING:
     from memory_cases import Case

@@ -43,7 +43,7 @@ from noise_overhead_loops import (
     with_opacus_ghost,
 )
 
-from batchwright.device.byte_counter import ByteCounter
+from batchwright.device.host import ByteCounter
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -30,7 +30,7 @@ from sampler_training_model import Transformer, collate, docstrings, evaluate, l
 from torch import nn
 
 import batchwright as bw
-from batchwright.device.byte_counter import ByteCounter
+from batchwright.device.host import ByteCounter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

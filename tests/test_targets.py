@@ -10,8 +10,7 @@ import pytest
 
 import batchwright as bw
 from batchwright.errors import InvalidInputError
-from batchwright.targets import load_workload
-from batchwright.users_code import is_installed_or_ours
+from batchwright.targets import is_installed_or_ours, load_workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from batchwright import integrations as integrations
     from batchwright.accumulate.accumulator import Accumulator
-    from batchwright.accumulate.audit_result import Audit
     from batchwright.accumulate.cached_loss import CachedLoss
     from batchwright.accumulate.loss_terms import LossTerm
+    from batchwright.auditing.audit_result import Audit
     from batchwright.errors import BatchwrightError
     from batchwright.fitting.find_batch_size import find_batch_size
     from batchwright.fitting.fit import fit
-    from batchwright.fitting.result import Fit
+    from batchwright.fitting.fit_result import Fit
     from batchwright.integrations.audit import audit
+    from batchwright.memory.calibration import record_run
     from batchwright.memory.estimate import estimate
+    from batchwright.memory.estimate_result import Estimate
     from batchwright.memory.recommend import Recommendation, recommend
-    from batchwright.memory.recorded_run import record_run
-    from batchwright.memory.result import Estimate
     from batchwright.noise.best_batch import best_batch
     from batchwright.noise.branches import measure_critical_batch
     from batchwright.noise.noise_scale import NoiseScale
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from batchwright.planning.plan import Plan, plan
     from batchwright.sampler.pack import pack
     from batchwright.sampler.token_batch_sampler import TokenBatchSampler
-    from batchwright.tuning.result import Tuned
-    from batchwright.tuning.tune import tune
+    from batchwright.tuning.tune import Tuned, tune
     from batchwright.workload import Workload
 
 __version__ = "0.1.0"
@@ -77,19 +76,19 @@ __all__ = [
 _HOMES = {
     "Accumulator": "accumulate.accumulator",
     "Advice": "planning.advice",
-    "Audit": "accumulate.audit_result",
+    "Audit": "auditing.audit_result",
     "BatchRamp": "noise.ramp",
     "BatchwrightError": "errors",
     "CachedLoss": "accumulate.cached_loss",
     "ConfigCheck": "planning.config_check",
-    "Estimate": "memory.result",
-    "Fit": "fitting.result",
+    "Estimate": "memory.estimate_result",
+    "Fit": "fitting.fit_result",
     "LossTerm": "accumulate.loss_terms",
     "NoiseScale": "noise.noise_scale",
     "Plan": "planning.plan",
     "Recommendation": "memory.recommend",
     "TokenBatchSampler": "sampler.token_batch_sampler",
-    "Tuned": "tuning.result",
+    "Tuned": "tuning.tune",
     "Workload": "workload",
     "advise": "planning.advice",
     "audit": "integrations.audit",
@@ -102,7 +101,7 @@ _HOMES = {
     "pack": "sampler.pack",
     "plan": "planning.plan",
     "recommend": "memory.recommend",
-    "record_run": "memory.recorded_run",
+    "record_run": "memory.calibration",
     "tune": "tuning.tune",
 }
 

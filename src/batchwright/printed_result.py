@@ -38,7 +38,7 @@ class PrintedResult(ABC):
         """Return what is printed."""
 
     def __str__(self) -> str:
-        from batchwright.report.console import render_plain
+        from batchwright.report.display import render_plain
 
         return render_plain(self)
 

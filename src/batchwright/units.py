@@ -10,8 +10,21 @@ from __future__ import annotations
 import math
 import operator
 import re
+from dataclasses import dataclass
 
 from batchwright.errors import InvalidInputError
+
+# The kinds of peak, apart from everything that needs torch: formulas speak of them too.
+
+
+@dataclass(frozen=True)
+class PeakBytes:
+    """The three ways to read a peak: handed out, taken from the driver, and what the device itself shows."""
+
+    allocated: int | None = None
+    reserved: int | None = None
+    device: int | None = None
+
 
 # Below 2**53, so that readers of our JSON that keep numbers as doubles lose no digit.
 LARGEST_COUNT = 10**15

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 from batchwright.accumulate.accumulator import Accumulator
+from batchwright.accumulate.boundary import zero_backward
 from batchwright.accumulate.cached_loss import CachedLoss
 from batchwright.accumulate.checks import BatchNormWarning
-from batchwright.accumulate.zero_backward import zero_backward
 from batchwright.errors import InvalidInputError
 from tests.oracle.live_bytes import LiveBytes
 

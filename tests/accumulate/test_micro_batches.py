@@ -19,7 +19,7 @@ from tests.oracle.big_batch import big_batch_gradient, joined, relative_error
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchwright.accumulate.step import Step
+    from batchwright.accumulate.window import Step
 
 SPLITS = [[2] * 4, [4] * 2, [1] * 8, [8], [3, 3, 2], [1, 7]]
 BOUNDS = [(torch.float64, 1e-12), (torch.float32, 1e-6)]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from batchwright.accumulate.zero_backward import counting_nothing, zero_backward
+from batchwright.accumulate.boundary import counting_nothing, zero_backward
 
 
 class Net(nn.Module):

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchwright.device.outcome import Outcome
-from batchwright.device.peak_bytes import PeakBytes
 from batchwright.errors import StepFailedError
-from batchwright.fitting.result import Fit, NextSize
-from batchwright.units import format_bytes
+from batchwright.fitting.fit_result import Fit, NextSize
+from batchwright.units import PeakBytes, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -186,7 +185,7 @@ class TestProbesForReal:
     ) -> None:
         # A key that is known beforehand spares the run that would write the file.
         key = "0" * 64
-        monkeypatch.setattr("batchwright.fitting.recalled.fingerprint", lambda *_, **__: key)
+        monkeypatch.setattr("batchwright.fitting.cache.fingerprint", lambda *_, **__: key)
         answer = tmp_path / "cache" / "fits" / f"{key}.json"
         answer.parent.mkdir(parents=True)
         answer.write_text('{"schema": 1, "key": "0000')

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from batchwright.catalogue.gpus import Card, context_of, find_card
-from batchwright.memory import every_card
+from batchwright.catalogue.cards import Card, context_of, find_card
+from batchwright.memory import all_cards as every_card
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

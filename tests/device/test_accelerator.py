@@ -12,7 +12,7 @@ import torch
 
 from batchwright.device.accelerator import AcceleratorDevice
 from batchwright.device.device import Device, open_device, present_devices
-from batchwright.device.peak_bytes import PeakBytes
+from batchwright.units import PeakBytes
 from tests.device.workloads import make_linear, make_mlp
 
 ACCELERATOR = next((name for name in present_devices() if name != "cpu"), None)

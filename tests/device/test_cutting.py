@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from batchwright.device.cutting import clear_num_samples, cut, num_samples
+from batchwright.device.batches import clear_num_samples, cut, num_samples
 from batchwright.errors import InvalidInputError
 
 X, Y = torch.ones(7, 6), torch.ones(7)

@@ -9,8 +9,8 @@ from batchwright.device import device
 from batchwright.device.device import ACCELERATORS, open_device, present_devices
 from batchwright.device.host import HostDevice
 from batchwright.device.outcome import Outcome
-from batchwright.device.peak_bytes import PeakBytes
 from batchwright.errors import InvalidInputError
+from batchwright.units import PeakBytes
 from tests.device.workloads import make_linear
 
 

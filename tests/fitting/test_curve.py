@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright.fitting.curve import Curve
+from batchwright.fitting.search import Curve
 from tests.oracle.largest_size import largest_size
 
 pieces = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**7)), min_size=1, max_size=4)

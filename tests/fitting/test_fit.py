@@ -14,8 +14,7 @@ from torch import nn
 
 import batchwright as bw
 from batchwright.errors import BatchwrightError, InvalidInputError, NothingFitsError, StepFailedError
-from batchwright.fitting.isolated import Child
-from batchwright.fitting.job import Job
+from batchwright.fitting.subprocess import Child, Job
 from tests.fitting import targets
 
 TARGETS = Path(targets.__file__)

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import batchwright as bw
-from batchwright.catalogue.gpus import context_of, find_card
+from batchwright.catalogue.cards import context_of, find_card
 from batchwright.errors import InvalidInputError, NothingFitsError
-from batchwright.memory.tracing import trace_workload
-from batchwright.simulated.simulated_card import SimulatedCard
+from batchwright.simulated.card import SimulatedCard
+from batchwright.trace.run import trace_workload
 from tests.device.workloads import make_linear, mean_square
 from tests.fitting import targets
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.fitting.predicted_search import by_prediction
-from batchwright.fitting.search import Seen, by_doubling, by_growing, by_peaks, by_powers_of_two
+from batchwright.fitting.search import Seen, by_doubling, by_growing, by_peaks, by_powers_of_two, by_prediction
 from tests.oracle.largest_size import largest_size
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchwright.fitting.driver import Cap
+from batchwright.fitting.find_batch_size import Sizes, _well_divisible
 from batchwright.fitting.search import Seen
-from batchwright.fitting.series import Cap
-from batchwright.fitting.training_function import Sizes, _well_divisible
 from batchwright.planning.split import divisors
 
 

@@ -240,7 +240,7 @@ def test_a_trainer_of_fp64_is_audited_in_fp64(tmp_path: Path) -> None:
 
 
 def test_the_first_window_of_a_random_loss_has_no_cause() -> None:
-    from batchwright.integrations.first_window import FirstWindow
+    from batchwright.integrations.audit import FirstWindow
 
     model = torch.nn.Linear(4, 1)
 

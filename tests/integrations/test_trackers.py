@@ -16,9 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from batchwright.accumulate.accumulator import Accumulator
 from batchwright.errors import InvalidInputError
-from batchwright.integrations.batch_metrics import KEYS, batch_metrics, effective_batch_text
-from batchwright.integrations.tracker import TrackerWarning
-from batchwright.integrations.trackers import tracker_for
+from batchwright.integrations.trackers import KEYS, TrackerWarning, batch_metrics, effective_batch_text, tracker_for
 from batchwright.noise.critical_batch import CriticalBatch
 from batchwright.noise.noise_scale import NoiseScale
 from batchwright.planning.plan import plan

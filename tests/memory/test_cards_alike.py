@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 import batchwright as bw
-from batchwright.catalogue.gpus import find_card
-from batchwright.memory.cards_alike import CardsAlike
-from batchwright.memory.on_card import OnCard
-from batchwright.simulated.allocator_settings import AllocatorSettings
+from batchwright.catalogue.cards import find_card
+from batchwright.memory.on_card import CardsAlike, OnCard
+from batchwright.simulated.allocator.settings import AllocatorSettings
 
 CARD = find_card("a100-40gb")
 

@@ -14,14 +14,13 @@ from torch.utils.checkpoint import checkpoint
 import batchwright as bw
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import break_down, part_of
-from batchwright.memory.eight_bit_adam import EightBitAdam
-from batchwright.memory.result import PARTS
-from batchwright.memory.tracing import trace_workload
-from batchwright.memory.what_if import SHARDS
+from batchwright.memory.estimate_result import PARTS
+from batchwright.memory.what_if import SHARDS, EightBitAdam
+from batchwright.trace.run import trace_workload
 from tests.device.workloads import make_linear, make_mlp, make_transformer, mean_square
 
 if TYPE_CHECKING:
-    from batchwright.memory.blocks import Log
+    from batchwright.trace.storages import Log
 
 STEADY = ("weights", "gradients", "optimizer")
 

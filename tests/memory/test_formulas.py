@@ -10,11 +10,9 @@ import torch
 
 from batchwright.catalogue.models import find_model, list_models
 from batchwright.errors import InvalidInputError
-from batchwright.memory.formulas import estimate_named
-from batchwright.memory.numerics import Setup
-from batchwright.memory.result import PARTS
-from batchwright.memory.saved_tensors import ALWAYS_EAGER
-from batchwright.memory.step_moments import step_moments
+from batchwright.memory.estimate_result import PARTS
+from batchwright.memory.formula_tensors import ALWAYS_EAGER, Setup
+from batchwright.memory.formulas import estimate_named, step_moments
 from tests.oracle.live_bytes import count_peak
 from tests.oracle.transformers_models import build_on_meta
 

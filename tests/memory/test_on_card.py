@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import batchwright as bw
-from batchwright.catalogue.gpus import Card, context_of, find_card
+from batchwright.catalogue.cards import Card, context_of, find_card
 from batchwright.errors import CannotTraceError, InvalidInputError, NothingFitsError
-from batchwright.memory import every_card, on_card
-from batchwright.memory.every_card import EveryCard, estimate_every_card
-from batchwright.memory.result import PARTS
+from batchwright.memory import all_cards as every_card
+from batchwright.memory import on_card
+from batchwright.memory.all_cards import EveryCard, estimate_every_card
+from batchwright.memory.estimate_result import PARTS
 from tests.device.workloads import make_linear, make_mlp, mean_square
 
 CARD = "a100-40gb"

@@ -10,7 +10,7 @@ import torch
 
 from batchwright.catalogue.models import find_model
 from batchwright.errors import InvalidInputError
-from batchwright.memory.numerics import Setup
+from batchwright.memory.formula_tensors import Setup
 from batchwright.memory.recommend import SIZES, TASKS, needed_bytes, recommend
 from tests.oracle.live_bytes import count_peak
 from tests.oracle.transformers_models import build_on_meta

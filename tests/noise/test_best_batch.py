@@ -16,11 +16,11 @@ from batchwright.noise.critical_batch import CriticalBatch
 from batchwright.noise.efficiency import batches_within, soonest_batch, time_to_loss
 from batchwright.planning.split import Split
 from batchwright.planning.times import TimeModel, fit_times
-from batchwright.report.best_batch_text import summarize_best_batch
-from batchwright.report.console import render_plain
+from batchwright.report.display import render_plain
+from batchwright.report.text.noise_text import summarize_best_batch
 
 if TYPE_CHECKING:
-    from batchwright.noise.best_batch_result import BestBatch
+    from batchwright.noise.best_batch import BestBatch
 
 TIMES = {16: 0.12, 64: 0.24, 256: 0.72}  # 0.08 s and 0.0025 s a sample
 PASSES_AND_A_STEP: dict[int | tuple[int, int], float] = {8: 0.07, 16: 0.11, 32: 0.19, (8, 4): 0.5}

@@ -16,7 +16,7 @@ import batchwright as bw
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.noise.branch_curve import Branch, fit_branches, steps_to
 from batchwright.noise.critical_batch import CriticalBatch
-from batchwright.report.console import render_plain
+from batchwright.report.display import render_plain
 
 
 def workload(**changes: Any) -> bw.Workload:

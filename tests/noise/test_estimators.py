@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.errors import InvalidInputError
-from batchwright.noise.gradient_squares import square
+from batchwright.noise.capture.leaves import square
 from batchwright.noise.interval import LEAST_OBSERVATIONS, fieller, student_t
-from batchwright.noise.observation import Squares
-from batchwright.noise.simple import estimate
-from batchwright.noise.track import Track
+from batchwright.noise.noise_scale import estimate
+from batchwright.noise.track import Squares, Track
 
 DIMENSIONS = 20
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchwright.errors import InvalidInputError
 from batchwright.noise.critical_batch import CriticalBatch
-from batchwright.noise.verdict import POSITIONS, judge
+from batchwright.noise.noise_result import POSITIONS, judge
 
 sizes = st.floats(0.1, 1e6)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import batchwright as bw
 from batchwright.errors import InvalidInputError
-from batchwright.planning.batch_triangle import judge_triangle
+from batchwright.planning.config_check import judge_triangle
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 import batchwright as bw
 from batchwright.errors import InvalidInputError, NotExpressibleError
-from batchwright.planning.dialects.registry import FRAMEWORKS
+from batchwright.planning.dialects import FRAMEWORKS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -137,7 +137,7 @@ def test_eval_micro_batch_and_workers_reach_those_that_have_them(framework: str)
 
 
 def test_what_a_framework_has_no_word_for_is_named() -> None:
-    from batchwright.planning.dialects.registry import unspoken_settings
+    from batchwright.planning.dialects import unspoken_settings
 
     plan = bw.plan(80, micro_batch=4, devices=5, eval_micro_batch=61, workers=37, drop_last=True)
     assert unspoken_settings(plan, "deepspeed") == ["eval micro-batch", "workers"]

@@ -14,19 +14,19 @@ import pytest
 import batchwright
 from batchwright import errors
 from batchwright.device.outcome import Outcome
-from batchwright.device.peak_bytes import PeakBytes
-from batchwright.fitting.result import Fit, MemoryLine, NextSize, Restored
-from batchwright.fitting.verdict_of_ranks import verdict_of
+from batchwright.fitting.across_ranks import verdict_of
+from batchwright.fitting.fit_result import Fit, MemoryLine, NextSize, Restored
 from batchwright.ranks import meeting
-from batchwright.ranks.failure import RankFailure
+from batchwright.ranks.meeting import RankFailure
 from batchwright.ranks.place import Place
 from batchwright.ranks.session import Session
 from batchwright.ranks.watch import Watch
+from batchwright.units import PeakBytes
 
 ROOT = Path(batchwright.__file__).parent
 PICKLING = {"broadcast_object_list", "gather_object", "all_gather_object", "scatter_object_list", "send_object_list"}
 # A workload without a target is handed to a child process of this rank, in a file that only its user reads.
-OWN_FILE = "fitting/job.py"
+OWN_FILE = "fitting/subprocess.py"
 
 
 def test_nothing_that_ranks_send_each_other_is_pickled() -> None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from batchwright.ranks.activity import Activity
-from batchwright.ranks.failure import RankFailure
-from batchwright.ranks.watch import Status, Watch
+from batchwright.ranks.meeting import RankFailure
+from batchwright.ranks.watch import Activity, Status, Watch
 
 LIMIT = 48.0
 

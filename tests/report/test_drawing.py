@@ -11,8 +11,7 @@ import pytest
 
 import batchwright as bw
 from batchwright.errors import MissingExtraError, import_extra
-from batchwright.report.console import render_plain
-from batchwright.report.html import table_to_html
+from batchwright.report.display import render_plain, table_to_html
 from batchwright.units import shortened
 
 

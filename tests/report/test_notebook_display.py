@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import batchwright as bw
-from batchwright.integrations.exact_loss import ExactLoss
-from batchwright.integrations.transformers_heads import HeadCheck
-from batchwright.memory.every_card import estimate_every_card
+from batchwright.integrations.transformers.exact_loss import ExactLoss
+from batchwright.integrations.transformers.heads import HeadCheck
+from batchwright.memory.all_cards import estimate_every_card
 from batchwright.noise.critical_batch import CriticalBatch
 from batchwright.noise.learning_rate_change import learning_rate_change
 from batchwright.noise.noise_run import measure_noise
 from batchwright.printed_result import PrintedResult
-from batchwright.report.console import render_plain
+from batchwright.report.display import render_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,7 +17,7 @@ def with_accelerate() -> list[list[int]]:
     from accelerate import Accelerator
 
     import batchwright as bw
-    from batchwright.integrations.token_batches import prepare_loader
+    from batchwright.integrations.transformers.token_batches import prepare_loader
 
     accelerator = Accelerator(cpu=True)
     sampler = bw.TokenBatchSampler(LENGTHS, 120)

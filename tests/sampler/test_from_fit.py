@@ -13,11 +13,11 @@ from torch import nn
 
 import batchwright as bw
 from batchwright.device.outcome import Outcome
-from batchwright.device.peak_bytes import PeakBytes
 from batchwright.errors import InvalidInputError
-from batchwright.fitting.result import Fit
-from batchwright.sampler import certified
-from batchwright.sampler.fitted_cost import fitted_cost
+from batchwright.fitting.fit_result import Fit
+from batchwright.sampler import from_fit as certified
+from batchwright.sampler.from_fit import fitted_cost
+from batchwright.units import PeakBytes
 
 LIMIT = 1_000_000
 

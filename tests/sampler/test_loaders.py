@@ -10,7 +10,7 @@ import torch
 
 import batchwright as bw
 from batchwright.errors import InvalidInputError
-from batchwright.report.console import render_plain
+from batchwright.report.display import render_plain
 from batchwright.sampler.token_batch_sampler import TokenBatchSampler
 from tests.sampler.sentences import LENGTHS, Sentences, Tagger, loader_of, samples_of
 

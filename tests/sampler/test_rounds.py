@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 import batchwright as bw
 from batchwright.sampler.cost import Budget
-from batchwright.sampler.epoch_order import CutOrder
-from batchwright.sampler.rounds import deal
+from batchwright.sampler.epoch_plan import CutOrder, deal
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=40), st.integers(1, 12), st.integers(0, 5))

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import batchwright as bw
-from batchwright.simulated.sharded_lists import on_shards
+from batchwright.simulated.ranks import on_shards
 
-TRACE = "batchwright.memory.trace.on_shards"
+TRACE = "batchwright.trace.trace.on_shards"
 
 
 def sharded(model: Any) -> nn.Module:

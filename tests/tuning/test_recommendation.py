@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from batchwright.noise.best_batch import best_batch
-from batchwright.planning.dialects.registry import FRAMEWORKS
-from batchwright.tuning.advise_run import advise_run
-from batchwright.tuning.ask import Ask
-from batchwright.tuning.known import Known
+from batchwright.planning.dialects import FRAMEWORKS
+from batchwright.tuning.recommendation import advise_run
+from batchwright.tuning.request import Ask
+from batchwright.tuning.run_file import Known
 from tests.tuning.runs import CRITICAL, by_hand
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.planning.times import TimedPoint, TimeModel
-from batchwright.tuning.time_by_batch import TimeByBatch
+from batchwright.tuning.recommendation import TimeByBatch
 
 seconds = st.floats(1e-4, 1.0)
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import torch
 
     from batchwright.accumulate.boundary import Boundary
-    from batchwright.accumulate.parallel import OneProcess
+    from batchwright.accumulate.ranks import OneProcess
+
 
 BATCH_NORM_NOTE = (
     "{names}: batch normalization takes its statistics from each micro-batch, not from the whole batch, and moves its "

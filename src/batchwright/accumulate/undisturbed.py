@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+
 _CALLED = "_batchwright_clip"
 
 

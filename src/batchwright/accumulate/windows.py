@@ -7,27 +7,76 @@ Promises:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 from batchwright.accumulate.checks import check_gradients_are_there
-from batchwright.accumulate.counting_sampler import CountingSampler
-from batchwright.accumulate.exchange import exchange
+from batchwright.accumulate.loader import CountingSampler
 from batchwright.accumulate.loss_terms import Totals
-from batchwright.accumulate.open_window import OpenWindow
-from batchwright.accumulate.position import Position
-from batchwright.accumulate.step import Step
-from batchwright.accumulate.watching import NOBODY
+from batchwright.accumulate.ranks import exchange
+from batchwright.accumulate.window import OpenWindow, Position, Step
 from batchwright.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from batchwright.accumulate.boundary import Boundary
-    from batchwright.accumulate.exchange import Planned, Used
+    from batchwright.accumulate.loader import MicroBatch, ReadAhead, WindowSizes
     from batchwright.accumulate.loss_terms import LossTerm
-    from batchwright.accumulate.parallel import OneProcess
-    from batchwright.accumulate.read_ahead import MicroBatch, ReadAhead, WindowSizes
-    from batchwright.accumulate.watching import WindowWatcher
+    from batchwright.accumulate.ranks import OneProcess, Planned, Used
+
+
+# What may look at the windows of an Accumulator while they run: the noise of gradients is measured so.
+#
+# Promises:
+# - a watcher sees every backward, and every finished window before its gradients are clipped; it changes none;
+# - what it has to tell goes with the one exchange between ranks that a window makes anyhow.
+
+
+class WindowWatcher(Protocol):
+    """Looks at windows; all ranks have one, or none has."""
+
+    def expect(self, num_parts: int) -> None:
+        """Be told, before its first forward, how many micro-batches on all ranks the next window has."""
+
+    def pieces(self) -> int:
+        """Say what the next window is to be cut into where it is one micro-batch; asked once `tell` was called."""
+        ...
+
+    def around(self, shares: Sequence[float], counts: Totals) -> AbstractContextManager[None]:
+        """Look at the backward of one micro-batch, whose terms are multiplied by these shares."""
+        ...
+
+    def tell(self) -> Sequence[Any]:
+        """Return numbers for all ranks, now that gradients are synchronised and unscaled; as many on each rank."""
+        ...
+
+    def learn(self, rows: list[Sequence[Any]], factor: float) -> None:
+        """Take what the ranks told; the gradient is still to be multiplied by `factor`, 0 where nothing was used."""
+
+
+class _Nobody:
+    """Watches nothing."""
+
+    def expect(self, num_parts: int) -> None:
+        pass
+
+    def pieces(self) -> int:
+        return 1
+
+    def around(self, shares: Sequence[float], counts: Totals) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def tell(self) -> Sequence[Any]:
+        return ()
+
+    def learn(self, rows: list[Sequence[Any]], factor: float) -> None:
+        pass
+
+
+NOBODY: WindowWatcher = _Nobody()
+
 
 NO_UNITS = "the window holds no units: every weight is 0"
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import click
 
-from batchwright.cli.streams import open_streams
+from batchwright.cli.options import open_streams
 from batchwright.ranks.place import is_first_rank
 
 # Name and one-line help of each command, in the order a person asks. Kept here, so that `--help` need not
@@ -232,7 +232,7 @@ def _leave_at_once(code: int) -> NoReturn:
 
 
 def _show_users_error(error: BaseException) -> int:
-    from batchwright.users_code import users_traceback_text
+    from batchwright.targets import users_traceback_text
 
     if isinstance(error, SystemExit):
         click.echo(f"Error: the code that was run called sys.exit({error.code!r}).", err=True)
@@ -257,7 +257,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
     """Whether the user's code found no room: a clean "no", if torch was there to say so."""
     if isinstance(error, MemoryError) or "torch" not in sys.modules:
         return isinstance(error, MemoryError)
-    from batchwright.ranks.failure import is_out_of_memory
+    from batchwright.ranks.meeting import is_out_of_memory
 
     return is_out_of_memory(error)
 
@@ -285,6 +285,6 @@ def _show_notes(error: BaseException) -> None:
 
 
 def _is_from_users_code(error: BaseException) -> bool:
-    from batchwright.users_code import is_from_users_code
+    from batchwright.targets import is_from_users_code
 
     return is_from_users_code(error)

@@ -38,7 +38,7 @@ def command(
     batchwright audit train.py:workload --micro-batch 2 --accumulation 4
     batchwright audit train.py:workload --splits 4x2,1x8,3+3+2 --dtype fp64
     """
-    from batchwright.accumulate.splits import read_splits
+    from batchwright.auditing.audit import read_splits
     from batchwright.cli.estimate import parse_shape
     from batchwright.targets import find_target
 
@@ -46,8 +46,8 @@ def command(
     shape = parse_shape(shapes)
     find_target(target)
 
-    from batchwright.accumulate.audit import audit_workload
-    from batchwright.report.progress import Progress
+    from batchwright.auditing.audit import audit_workload
+    from batchwright.report.display import Progress
     from batchwright.targets import load_workload
 
     # What the user's code prints must not get into the answer.

@@ -83,9 +83,9 @@ def _traced(target: str, options: dict[str, Any], given: set[str]) -> Any:
         raise InvalidInputError(
             "--on all asks every card by itself: --max, --memory, --what-if, --snapshot and --calibrate have no say."
         )
+    from batchwright.memory.all_cards import estimate_every_card
     from batchwright.memory.estimate import estimate
-    from batchwright.memory.every_card import estimate_every_card
-    from batchwright.report.progress import Progress
+    from batchwright.report.display import Progress
     from batchwright.targets import load_workload
 
     step = ("micro_batch", "accumulation", "clip_norm", "routing", "allocator")

@@ -6,8 +6,7 @@ import sys
 
 import click
 
-from batchwright.cli.options import json_option, print_json
-from batchwright.cli.streams import can_show
+from batchwright.cli.options import can_show, json_option, print_json
 from batchwright.concepts.pages import LANGUAGES, TOPICS, read_page
 from batchwright.errors import InvalidInputError
 
@@ -51,7 +50,7 @@ def command(topic: str | None, lang: str, as_json: bool) -> int:
     elif sys.stdout.isatty():
         from rich.markdown import Markdown
 
-        from batchwright.report.console import print_answer
+        from batchwright.report.display import print_answer
 
         print_answer(Markdown(page.text))
     else:

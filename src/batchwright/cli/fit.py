@@ -6,15 +6,17 @@ Promises:
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchwright.catalogue.gpus import names_a_card
+from batchwright.catalogue.cards import names_a_card
 from batchwright.cli.options import DEFAULT_DEVICE, Amount, Count, json_option, print_found, target_argument
-from batchwright.cli.then_job import check_job, run_jobs
-from batchwright.errors import InvalidInputError
-from batchwright.fitting.question import Question
+from batchwright.errors import BatchwrightError, InvalidInputError
+from batchwright.fitting.request import Question
 from batchwright.ranks.place import is_first_rank
 from batchwright.targets import find_target
 from batchwright.units import parse_whole_number, shortened
@@ -22,7 +24,60 @@ from batchwright.units import parse_whole_number, shortened
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from batchwright.fitting.result import Fit
+    from batchwright.fitting.fit_result import Fit
+
+
+# The job behind `fit --then`: checked before anything runs, filled in and run at each answer.
+
+_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+
+
+class JobFailedError(BatchwrightError):
+    """The command behind --then failed: it has told of itself already."""
+
+    exit_code = 3
+
+
+def run_jobs(template: str, rows: Iterable[Fit], *, as_json: bool) -> None:
+    """Run the user's job at each answer, its output behind ours; on stderr where stdout is JSON."""
+    import subprocess
+
+    for row in rows:
+        if row.micro_batch is None:
+            continue
+        job = fill_in(template, {"micro_batch": row.micro_batch, **row.shape})
+        click.echo(f"running {job}", err=True)
+        sys.stdout.flush()
+        # The number, not sys.stderr: a job writes past Python's own streams.
+        code = subprocess.run(job, shell=True, stdout=2 if as_json else None).returncode
+        if code:
+            raise JobFailedError(f"the job ended with exit code {code}: {job}")
+
+
+def check_job(template: str, names: list[str]) -> None:
+    """Refuse a job with braces that nothing can be filled into.
+
+    >>> check_job("python eval.py --batch {size}", ["micro_batch"])
+    Traceback (most recent call last):
+    ...
+    batchwright.errors.InvalidInputError: --then has '{size}'; what can be filled in: {micro_batch}.
+      try: {{ and }} for braces that are meant for the shell
+    """
+    for match in _BRACES.finditer(template):
+        if match[0] not in ("{{", "}}") and match[1] not in names:
+            raise InvalidInputError(
+                f"--then has {shortened(match[0])}; what can be filled in: {', '.join(f'{{{n}}}' for n in names)}.",
+                remedy="{{ and }} for braces that are meant for the shell",
+            )
+
+
+def fill_in(template: str, values: Mapping[str, object]) -> str:
+    """Fill values into a job that was checked, quoted for the shell.
+
+    >>> fill_in("eval -b {micro_batch} -c {max_crops} > ${{OUT}}", {"micro_batch": 19, "max_crops": 12})
+    'eval -b 19 -c 12 > ${OUT}'
+    """
+    return _BRACES.sub(lambda match: match[0][0] if match[1] is None else shlex.quote(str(values[match[1]])), template)
 
 
 @click.command("fit")
@@ -87,8 +142,8 @@ def command(target: str, as_json: bool, **options: Any) -> int:
 
 def _find(target: str, shapes: dict[str, list[int]], margin: float, options: dict[str, Any], *, speaks: bool) -> Fit:
     from batchwright.fitting.fit import fit
-    from batchwright.fitting.result import name_shape
-    from batchwright.report.progress import Progress
+    from batchwright.fitting.fit_result import name_shape
+    from batchwright.report.display import Progress
 
     # With several micro-batches per optimizer step the gradients of one live through the forward of the next.
     accumulates = options["accumulate_to"] is not None and options["accumulation"] is None

@@ -40,14 +40,14 @@ def command(target: str, as_json: bool, **options: Any) -> int:
     torchrun --nproc-per-node 2 -m batchwright noise train.py:workload
     """
     from batchwright.cli.estimate import parse_shape
-    from batchwright.noise.step_times import parse_step_times
+    from batchwright.noise.best_batch import parse_step_times
     from batchwright.targets import find_target
 
     shape = parse_shape(options.pop("shapes"))
     times = None if options["times"] is None else parse_step_times(options["times"])
     plot = options.pop("plot")
     if plot is not None:
-        from batchwright.report.noise_plot import check_ending
+        from batchwright.report.pictures import check_ending
 
         check_ending(plot)
     find_target(target)
@@ -57,7 +57,7 @@ def command(target: str, as_json: bool, **options: Any) -> int:
     if not speaks:
         return 0
     if plot is not None:
-        from batchwright.report.noise_plot import plot_noise
+        from batchwright.report.pictures import plot_noise
 
         plot_noise(found, plot)
     print_found(found, as_json=as_json)
@@ -68,9 +68,8 @@ def command(target: str, as_json: bool, **options: Any) -> int:
 def _measure(target: str, options: dict[str, Any], *, speaks: bool) -> Any:
     from batchwright.device.device import default_device
     from batchwright.noise.noise_run import measure_noise
-    from batchwright.ranks.process_group import process_group
-    from batchwright.ranks.session import together
-    from batchwright.report.progress import Progress
+    from batchwright.ranks.session import process_group, together
+    from batchwright.report.display import Progress
     from batchwright.targets import load_workload
 
     # What the user's code prints must not get into the answer.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from batchwright.cli.options import Count, NumbersCommand, json_option, print_found, print_json
-from batchwright.planning.dialects.registry import FRAMEWORKS, unspoken_settings
+from batchwright.planning.dialects import FRAMEWORKS, unspoken_settings
 from batchwright.planning.split import POLICIES
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def command(
         said = {"framework": framework.lower(), "config": settings, "snippet": snippet, "not_in_config": unspoken}
         print_json({**answer.to_dict(), **said})
         return 0
-    from batchwright.report.plan_text import summarize_plan
+    from batchwright.report.text.plan_text import summarize_plan
 
     # Only what is to be pasted goes to stdout, so that `> config.json` is a config.
     click.echo(summarize_plan(answer), err=True)

@@ -27,19 +27,19 @@ def command(run_file: str, output: str | None, png: str | None, as_json: bool) -
     """
     from batchwright.report.page.page import draw_page
     from batchwright.tuning.run_file import read_run_file
-    from batchwright.users_files import replace_file
+    from batchwright.user_files import replace_file
 
     run = read_run_file(run_file)
     page = Path(output) if output is not None else _beside(Path(run_file))
     _check_places(Path(run_file), page, None if png is None else Path(png))
     if png is not None:
-        from batchwright.report.run_png import check_png
+        from batchwright.report.pictures import check_png
 
         check_png(png)
     replace_file(page, draw_page(run).encode(), what="the report", option="-o FILE")
     written = [str(page)]
     if png is not None:
-        from batchwright.report.run_png import draw_png
+        from batchwright.report.pictures import draw_png
 
         draw_png(run, png)
         written.append(png)
@@ -52,7 +52,7 @@ def command(run_file: str, output: str | None, png: str | None, as_json: bool) -
 def _check_places(run_file: Path, page: Path, png: Path | None) -> None:
     """Refuse to write over the run, or one file over the other."""
     from batchwright.errors import InvalidInputError
-    from batchwright.users_files import check_place
+    from batchwright.user_files import check_place
 
     for place in (page, *([] if png is None else [png])):
         # os.path: a name that is too long is told of when it is written.

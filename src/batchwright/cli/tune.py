@@ -11,12 +11,12 @@ import click
 
 from batchwright.cli.options import DEFAULT_DEVICE, Amount, Count, json_option, print_found, target_argument
 from batchwright.errors import InvalidInputError
-from batchwright.planning.dialects.registry import FRAMEWORKS, find_dialect
+from batchwright.planning.dialects import FRAMEWORKS, find_dialect
 from batchwright.ranks.place import is_first_rank, read_place
 from batchwright.units import parse_whole_number
 
 if TYPE_CHECKING:
-    from batchwright.tuning.result import Tuned
+    from batchwright.tuning.tune import Tuned
 
 
 @click.command("tune")
@@ -51,9 +51,9 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
     torchrun --nproc-per-node 2 -m batchwright tune train.py:workload
     """
     from batchwright.cli.estimate import parse_shape
-    from batchwright.report.console import render_plain
+    from batchwright.report.display import render_plain
     from batchwright.targets import find_target
-    from batchwright.users_files import check_place
+    from batchwright.user_files import check_place
 
     options["shape"] = parse_shape(options.pop("shapes"))
     options["skip"] = tuple(name.strip() for name in (options["skip"] or "").split(",") if name.strip())
@@ -94,7 +94,7 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
 
 
 def _tune(target: str, options: dict[str, Any], *, speaks: bool) -> Tuned:
-    from batchwright.report.progress import Progress
+    from batchwright.report.display import Progress
     from batchwright.tuning.tune import tune
 
     # What the user's code prints must not get into the answer.

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchwright.device.outcome import Outcome, judge
-from batchwright.device.peak_bytes import PeakBytes
-from batchwright.device.probing import ProbesWhatItWatches
+from batchwright.device.step import ProbesWhatItWatches
+from batchwright.units import PeakBytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

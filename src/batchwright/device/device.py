@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from batchwright.device.accelerator import AcceleratorDevice
-from batchwright.device.host import HostDevice
-from batchwright.device.limited_host import LimitedHost
+from batchwright.device.host import HostDevice, LimitedHost
 from batchwright.device.process_memory import can_limit
 from batchwright.device.step import DEFAULT_STEPS
 from batchwright.errors import InvalidInputError
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from batchwright.device.outcome import Outcome
     from batchwright.workload import Workload
+
 
 ACCELERATORS = ("cuda", "mps", "xpu")
 

@@ -30,6 +30,7 @@ from batchwright.units import shortened
 if TYPE_CHECKING:
     from types import TracebackType
 
+
 Predicate = Callable[[BaseException], bool]
 
 

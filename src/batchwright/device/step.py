@@ -1,19 +1,13 @@
-"""What one probe runs: a few full steps at one size, the same on every device.
-
-Promises:
-- the real probe and the memory trace run this very function; they differ only in the device, in how the model
-  is built and in who observes the phases;
-- a mistake in the user's code propagates untouched, with its own traceback; a workload that cannot be right (a
-  loss that is no scalar, a batch that ignores its size, an optimizer over nothing) is an `InvalidInputError`;
-- nothing of a step is kept alive into the next one but weights and optimizer state;
-- the user's functions are called inside of `untouched` only, which gives back what is theirs.
-"""
+"""A probe on any device: the same full steps, watched by the device that runs them."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,16 +16,181 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.device.batches import make_batch
-from batchwright.device.handed_out import handed_out
-from batchwright.device.step_checks import check_that_something_trains, checked_loss, must_be_called
+from batchwright.device.out_of_memory import is_too_small
 from batchwright.errors import InvalidInputError
-from batchwright.state.untouched import current_keep
+from batchwright.state.process_state import random_sources
+from batchwright.state.untouched import current_keep, survivors, untouched
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from batchwright.device.outcome import Outcome
     from batchwright.workload import Workload
+
+
+# A step that cannot be right is refused: a loss that cannot be trained on, or a step that did nothing.
+#
+# Promises:
+# - each refusal is an `InvalidInputError` that says what to change; without it everything would seem to fit;
+# - a model comes back without a hook of ours.
+
+
+def scalar_loss(loss: Any) -> torch.Tensor:
+    """Return what `loss=` returned if it is one real number in a tensor, or say what it is instead."""
+    if not isinstance(loss, torch.Tensor):
+        raise InvalidInputError(
+            f"loss= must return a scalar tensor; received {type(loss).__name__}{_where_it_is(loss)}."
+        )
+    if loss.numel() != 1:
+        raise InvalidInputError(
+            f"loss= must return a scalar tensor; received one of shape {tuple(loss.shape)}.",
+            remedy="loss.mean(), the mean over the batch's units",
+        )
+    if loss.is_complex() or loss.layout is not torch.strided:
+        kind = "a complex number" if loss.is_complex() else f"a tensor of layout {loss.layout}"
+        raise InvalidInputError(
+            f"loss= must return a real scalar in a dense tensor; received {kind}.",
+            remedy="loss.abs() or loss.real" if loss.is_complex() else "loss.to_dense()",
+        )
+    return loss
+
+
+def checked_loss(loss: Any) -> torch.Tensor:
+    """Return the loss if it can be differentiated, or say why it cannot."""
+    checked = scalar_loss(loss)
+    if not checked.requires_grad:
+        raise InvalidInputError(
+            "loss= returned a tensor that does not require a gradient, so there is nothing to train.",
+            remedy="compute it from the model it receives, without no_grad(), detach() or .item()",
+        )
+    return checked
+
+
+def _where_it_is(returned: Any) -> str:
+    if isinstance(getattr(returned, "loss", None), torch.Tensor):
+        return "; it has a .loss, return that"
+    if isinstance(returned, Mapping) and isinstance(returned.get("loss"), torch.Tensor):
+        return "; it has a ['loss'], return that"
+    if isinstance(returned, list | tuple) and returned and isinstance(returned[0], torch.Tensor):
+        return "; if its first entry is the loss, return that"
+    if isinstance(returned, float | int):
+        return "; return the tensor itself, without float() or .item()"
+    return ""
+
+
+def check_that_something_trains(optimizers: Sequence[Any]) -> None:
+    """Refuse a step that did nothing: everything would fit."""
+    trained = [
+        parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    # Hooks may have used a gradient up as soon as it was there (an optimizer that runs inside backward).
+    if any(parameter.grad is not None or parameter._post_accumulate_grad_hooks for parameter in trained):
+        return
+    raise InvalidInputError(
+        "the step trained nothing: after the backward none of the optimizer's parameters has a gradient.",
+        remedy="compute the loss with the model that loss= receives",
+    )
+
+
+@contextlib.contextmanager
+def needing_larger_micro_batches(asked: str) -> Iterator[None]:
+    """Say by which split batch normalization got a single value per channel: one sample has no spread."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, InvalidInputError) or not is_too_small(error):
+            raise
+        raise InvalidInputError(
+            f"{asked} has micro-batches that are too small for batch normalization in training mode.",
+            details=[str(error)],
+            remedy="micro-batches of 2 samples or more; or GroupNorm, or frozen statistics (module.eval())",
+        ) from error
+
+
+@contextlib.contextmanager
+def must_be_called(model: nn.Module) -> Iterator[None]:
+    """Refuse inference that never called the model or a part of it: everything would fit."""
+    called: list[nn.Module] = []
+
+    def note(module: nn.Module, _: Any) -> None:
+        called.append(module)
+        remove()
+
+    def remove() -> None:
+        while handles:
+            handles.pop().remove()
+
+    handles = [module.register_forward_pre_hook(note) for module in model.modules()]
+    try:
+        yield
+    finally:
+        remove()
+    if not called:
+        raise InvalidInputError(
+            "the step did nothing with the model: neither it nor a part of it was called.",
+            remedy="use the model that loss=, generate= and evaluate= receive",
+        )
+
+
+# Calls a function of the user's that hands out a model, an optimizer or a scaler.
+#
+# Promises:
+# - what it hands out and somebody else holds, too (`model=lambda: model`), is kept before anything is done with it;
+# - what it builds anew is nobody's, and costs neither a copy nor, as a rule, a second call.
+
+
+def handed_out(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what the function does."""
+    keep = current_keep()
+    if keep.knows_builder(function):
+        return function(*arguments)
+    # Under a trace no number is drawn for real.
+    sources = {} if torch._C._len_torch_dispatch_stack() else random_sources(None)
+    made = [function(*arguments)]
+    shared = [thing for thing in _each(made[0]) if keep.state.has_met(thing)]
+    for thing in shared:
+        keep.keep_live(thing)
+    if len(shared) == len(_each(made[0])) or _are_ours_alone(made):
+        return made[0]
+    del shared
+    things = _each(made.pop())
+    alive = survivors(things)
+    for thing in alive:
+        keep.keep_live(thing)
+    if not alive:
+        keep.note_builder(function)
+    for put_back in sources.values():
+        put_back()
+    return function(*arguments)
+
+
+def _each(made: Any) -> list[Any]:
+    return list(made) if isinstance(made, list | tuple) else [made]
+
+
+def _are_ours_alone(made: list[Any]) -> bool:
+    """Whether nothing but what was returned refers to the objects; one that refers to itself seems shared."""
+    return all(count <= _ALONE for count in _references(made))
+
+
+def _references(made: list[Any]) -> list[int]:
+    inside = made[0] if isinstance(made[0], list | tuple) else made
+    return [sys.getrefcount(thing) for thing in inside]
+
+
+_ALONE = _references([object()])[0]
+
+
+# What one probe runs: a few full steps at one size, the same on every device.
+#
+# Promises:
+# - the real probe and the memory trace run this very function; they differ only in the device, in how the model
+#   is built and in who observes the phases;
+# - a mistake in the user's code propagates untouched, with its own traceback; a workload that cannot be right (a
+#   loss that is no scalar, a batch that ignores its size, an optimizer over nothing) is an `InvalidInputError`;
+# - nothing of a step is kept alive into the next one but weights and optimizer state;
+# - the user's functions are called inside of `untouched` only, which gives back what is theirs.
 
 PHASES = ("build", "batch", "forward", "backward", "optimizer", "generate", "evaluate", "done")
 
@@ -333,3 +492,60 @@ def _update(
         scaler.update()
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
+
+
+class ProbesWhatItWatches(ABC):
+    """A device that can watch anything run, and so can probe."""
+
+    @property
+    @abstractmethod
+    def torch_device(self) -> torch.device:
+        """Where model and batches are placed."""
+
+    @abstractmethod
+    def watch(
+        self,
+        run: Callable[[], tuple[float, ...]],
+        *,
+        micro_batch: int,
+        shape: Mapping[str, Any] | None = None,
+        accumulation: int = 1,
+    ) -> Outcome:
+        """Run anything and say how it ended."""
+
+    def now(self) -> float:
+        """Read the clock between steps."""
+        return time.perf_counter()
+
+    def probe(
+        self,
+        workload: Workload,
+        micro_batch: int,
+        *,
+        shape: Mapping[str, Any] | None = None,
+        steps: int = DEFAULT_STEPS,
+        accumulation: int = 1,
+        clip_norm: float | None = None,
+    ) -> Outcome:
+        """Run full steps at one size, say how it went, and give back what is the user's."""
+        with untouched(workload, accelerator=None if self.torch_device.type == "cpu" else self.torch_device):
+            return self.watch(
+                lambda: run_probe(
+                    workload,
+                    micro_batch,
+                    device=self.torch_device,
+                    shape=shape,
+                    steps=steps,
+                    accumulation=accumulation,
+                    clip_norm=clip_norm,
+                    now=self.now,
+                ),
+                micro_batch=micro_batch,
+                shape=shape,
+                accumulation=accumulation,
+                **self._met_before(workload),
+            )
+
+    def _met_before(self, workload: Workload) -> dict[str, Any]:
+        """What `watch` of this device has to be told about a workload; nothing, for most."""
+        return {}

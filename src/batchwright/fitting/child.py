@@ -16,20 +16,70 @@ import signal
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from batchwright.errors import BatchwrightError
-from batchwright.fitting.job import Job, part_to_probe
-from batchwright.targets import Target
-from batchwright.users_code import users_traceback_text
+from batchwright.fitting.subprocess import Job, part_to_probe
+from batchwright.ranks.meeting import Address
+from batchwright.ranks.place import Place
+from batchwright.ranks.session import Session, join_as_child, join_group
+from batchwright.targets import Target, users_traceback_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from batchwright.device.outcome import Outcome
-    from batchwright.ranks.failure import RankFailure
+    from batchwright.fitting.subprocess import Rendezvous
+    from batchwright.ranks.meeting import RankFailure
+    from batchwright.workload import Workload
+
+
+# One rank of a probe across ranks: its own session and process group, the model wrapped.
+
+
+@contextmanager
+def among_children(meeting: Rendezvous, on_failure: Callable[[RankFailure], None]) -> Iterator[Session]:
+    """Meet the child ranks of this probe, before anything of the user's is loaded."""
+    # What users' code reads; the addresses are those of this probe, not of the launcher's group.
+    os.environ.update(
+        RANK=str(meeting.rank),
+        LOCAL_RANK=str(meeting.local_rank),
+        WORLD_SIZE=str(meeting.world_size),
+        MASTER_ADDR=meeting.host,
+        MASTER_PORT=str(meeting.port),
+    )
+    place = Place(meeting.rank, meeting.world_size, meeting.local_rank)
+    with join_as_child(place, Address(meeting.host, meeting.port), meeting.prefix, on_failure=on_failure) as session:
+        yield session
+
+
+def join_children(session: Session) -> None:
+    """Make the process group of this probe; it is left by ending the process, which never waits."""
+    join_group(session, session.store, "group")
+    # Joined here, so that connecting is not charged to the first step, and a rank that is missing is named early.
+    torch.distributed.barrier()
+
+
+def wrapped(workload: Workload) -> Workload:
+    """Return the workload with a model that `wrap` has been applied to."""
+    wrap, given = workload.wrap, workload.model
+    if wrap is None:
+        return workload
+
+    def build() -> nn.Module:
+        model = given if isinstance(given, nn.Module) else given()
+        if torch.accelerator.is_available():
+            model = model.to(torch.accelerator.current_accelerator())
+        return wrap(model)
+
+    return replace(workload, model=build, wrap=None)
+
 
 _is_answered = threading.Lock()
 _PR_SET_PDEATHSIG = 1
@@ -72,15 +122,13 @@ def write_answer(answer: dict[str, Any], place: str) -> None:
 def run_job(job: Job, on_failure: Callable[[RankFailure], None]) -> Outcome:
     """Load the workload and run its probe in this process; `on_failure` is called where child ranks hang."""
     from batchwright.device.device import open_limited
-    from batchwright.device.limited_host import live_bytes
+    from batchwright.device.host import live_bytes
     from batchwright.state.untouched import thrown_away
 
     settings: dict[str, Any] = {"shape": job.shape, "accumulation": job.accumulation, "clip_norm": job.clip_norm}
     with ExitStack() as stack:
         session = None
         if job.rendezvous is not None:
-            from batchwright.fitting.child_rank import among_children, join_children, wrapped
-
             session = stack.enter_context(among_children(job.rendezvous, on_failure))
             session.where = f"loading {job.target or 'the workload'}"
         workload = part_to_probe(job.load(), only_evaluate=job.only_evaluate, order=job.order)

@@ -14,35 +14,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.catalogue.gpus import names_a_card
+from batchwright.catalogue.cards import names_a_card
 from batchwright.device.device import default_device
 from batchwright.errors import InvalidInputError
+from batchwright.fitting.across_ranks import AcrossRanks, Ranks
 from batchwright.fitting.budget import Budget, open_budget
-from batchwright.fitting.fit_shapes import LARGEST_MICRO_BATCH, fit_shapes
-from batchwright.fitting.job import Job, part_to_probe
-from batchwright.fitting.longest import longest_first
-from batchwright.fitting.on_simulated_card import OnSimulatedCard, budget_on, with_margin
-from batchwright.fitting.probers import InChild, InProcess, PlainStep
-from batchwright.fitting.question import Question
-from batchwright.fitting.ranks import AcrossRanks, Ranks
-from batchwright.fitting.recalled import AnswerBook
-from batchwright.fitting.shapes import every_shape
-from batchwright.fitting.work import Work, read_work
+from batchwright.fitting.cache import AnswerBook
+from batchwright.fitting.driver import LARGEST_MICRO_BATCH, fit_shapes
+from batchwright.fitting.probers import InChild, InProcess, OnSimulatedCard, PlainStep, budget_on, with_margin
+from batchwright.fitting.request import Question
+from batchwright.fitting.subprocess import Job, part_to_probe
+from batchwright.fitting.work import Work, every_shape, longest_first, read_work
 from batchwright.memory.on_card import card_named, read_settings
-from batchwright.memory.tracing import check_batches
 from batchwright.ranks.meeting import find_place
 from batchwright.ranks.session import on_all_ranks, together
 from batchwright.state.interrupts import temporary_folder
 from batchwright.state.untouched import untouched
+from batchwright.trace.run import check_batches
 from batchwright.units import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from batchwright.catalogue.gpus import Card
-    from batchwright.fitting.result import Fit
+    from batchwright.catalogue.cards import Card
+    from batchwright.fitting.fit_result import Fit
     from batchwright.fitting.work import Step
-    from batchwright.simulated.allocator_settings import AllocatorSettings
+    from batchwright.simulated.allocator.settings import AllocatorSettings
     from batchwright.state.untouched import Keep
     from batchwright.workload import Workload
 

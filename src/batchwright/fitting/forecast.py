@@ -14,12 +14,11 @@ import torch
 
 from batchwright.device.out_of_memory import is_too_small
 from batchwright.errors import BatchwrightError
-from batchwright.fitting.curve import Curve
-from batchwright.fitting.fallback import CannotPredictError
-from batchwright.fitting.result import MemoryLine, limited_peak
+from batchwright.fitting.fit_result import MemoryLine, limited_peak
+from batchwright.fitting.search import CannotPredictError, Curve
 from batchwright.memory.breakdown import break_down
 from batchwright.memory.estimate import without_torchs_own_log
-from batchwright.memory.tracing import trace_workload
+from batchwright.trace.run import trace_workload
 from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from batchwright.device.outcome import Outcome
     from batchwright.memory.breakdown import Breakdown
     from batchwright.workload import Workload
+
 
 # A thread's stack as Linux reserves it: private memory from the moment the thread starts.
 _STACK_BYTES = 8 * 2**20

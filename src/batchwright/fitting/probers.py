@@ -1,8 +1,8 @@
-"""The ways to run a probe: in this process on live objects, or in a fresh one.
+"""Probes on a card that is not there: the step is traced, and the replayed allocator says whether it fits.
 
 Promises:
-- in this process, everything that is the user's comes back after each probe, however it ended;
-- a plain step is called once per probe.
+- the search is the same as on a real device, and so is what ends it: `torch.OutOfMemoryError`;
+- nothing runs, so nothing is certified and nothing of the user's is touched.
 """
 
 from __future__ import annotations
@@ -15,25 +15,43 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from batchwright.catalogue.cards import context_of
 from batchwright.device.device import open_device, open_limited
-from batchwright.device.limited_host import clear_kernel_buffers, live_bytes
+from batchwright.device.host import clear_kernel_buffers, live_bytes
+from batchwright.device.outcome import judge
 from batchwright.device.process_memory import give_back
 from batchwright.device.step import build_model, build_optimizers, build_scaler
-from batchwright.fitting.first_costs import FirstCosts
-from batchwright.fitting.isolated import probe_in_child
-from batchwright.fitting.result import Restored
+from batchwright.errors import NothingFitsError
+from batchwright.fitting.budget import Budget, FirstCosts
+from batchwright.fitting.fit_result import Restored
+from batchwright.fitting.subprocess import probe_in_child
 from batchwright.fitting.work import refuse_spread
+from batchwright.memory.estimate import without_torchs_own_log
+from batchwright.memory.on_card import upper_on_card
+from batchwright.simulated.card import SimulatedCard
 from batchwright.state.held_objects import held_objects
 from batchwright.state.untouched import BEYOND_REACH
+from batchwright.trace.run import trace_workload
+from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from batchwright.catalogue.cards import Card
     from batchwright.device.outcome import Outcome
-    from batchwright.fitting.job import Job
+    from batchwright.fitting.fit_result import Fit
+    from batchwright.fitting.subprocess import Job
     from batchwright.fitting.work import Step
+    from batchwright.simulated.allocator.settings import AllocatorSettings
     from batchwright.state.untouched import Keep
     from batchwright.workload import Workload
+
+
+# The ways to run a probe: in this process on live objects, or in a fresh one.
+#
+# Promises:
+# - in this process, everything that is the user's comes back after each probe, however it ended;
+# - a plain step is called once per probe.
 
 
 class Prober(Protocol):
@@ -182,3 +200,69 @@ def _meet_live_parts(workload: Workload) -> None:
     model = build_model(workload, torch.device("cpu"))
     build_optimizers(workload, model)
     build_scaler(workload)
+
+
+class OnSimulatedCard:
+    """Probes of a workload on one card of the catalogue."""
+
+    where = "on a simulated card: traced, not run"
+
+    def __init__(self, workload: Workload, card: Card, settings: AllocatorSettings | None = None, **told: Any) -> None:
+        self._workload = workload
+        self._card = card
+        self._settings = settings
+        self._told = told
+
+    @property
+    def on(self) -> str:
+        """The card."""
+        return self._card.name
+
+    def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
+        """Trace full steps on the card."""
+        card = SimulatedCard(self._card, self._settings)
+
+        def run() -> tuple[float, ...]:
+            with without_torchs_own_log():
+                trace_workload(self._workload, micro_batch, shape=shape, card=card, **self._told)
+            return (0.0,)
+
+        found = judge(run, micro_batch=micro_batch, shape=shape, accumulation=1, peak=lambda: card.peak_bytes)
+        return replace(found, step_seconds=None, accumulation=self._told.get("accumulation", 1))
+
+    def restored(self) -> Restored:
+        """Nothing ran, so nothing was changed."""
+        return Restored(("everything, as nothing ran",), ())
+
+
+def budget_on(card: Card, margin: float) -> Budget:
+    """Return what PyTorch can take of a card: all but its context."""
+    context = context_of(card).typical_bytes
+    total = format_bytes(card.total_bytes)
+    if context >= card.total_bytes:
+        raise NothingFitsError(
+            f"nothing fits into {total} of {card.product}: its CUDA context alone takes {format_bytes(context)}."
+        )
+    return Budget(
+        card.total_bytes - context,
+        margin,
+        (f"{card.product} has {total}, of which a CUDA context takes {format_bytes(context)}",),
+        was_asked=True,
+    )
+
+
+def with_margin(found: Fit, card: Card) -> Fit:
+    """Say what the three peaks at the answer are with their margin."""
+    peaks = found.peak_bytes
+    if peaks is None or peaks.allocated is None or peaks.reserved is None:
+        return found
+    upper = upper_on_card(peaks, context_of(card))
+    told = ", ".join(
+        f"{name} {format_bytes(peak or 0)} ({format_bytes(bound or 0)})"
+        for name, peak, bound in (
+            ("allocated", peaks.allocated, upper.allocated),
+            ("reserved", peaks.reserved, upper.reserved),
+            ("device", peaks.device, upper.device),
+        )
+    )
+    return replace(found, notes=(*found.notes, f"predicted peaks, and with a margin: {told}"))

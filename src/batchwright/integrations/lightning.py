@@ -2,22 +2,229 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from batchwright.errors import InvalidInputError, import_extra
-from batchwright.integrations.first_window import FirstWindow
-from batchwright.integrations.lightning_callback import BatchwrightCallback
-from batchwright.report.audit_text import summarize_audit
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from batchwright.auditing.subject import without_dropout
+from batchwright.device.batches import clear_num_samples
+from batchwright.errors import InvalidInputError
+from batchwright.integrations.audit import FirstWindow
+from batchwright.integrations.live_batch import LiveBatch, ShowsLiveBatch, check_flag
+from batchwright.integrations.trackers import tracker_for
+from batchwright.report.text.audit_text import summarize_audit
+from batchwright.units import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from lightning.pytorch import Callback
+    from batchwright.auditing.audit_result import Audit
 
-    from batchwright.accumulate.audit_result import Audit
-else:
-    Callback = import_extra("lightning.pytorch", extra="lightning", purpose="AuditFirstWindow").Callback
+
+# `BatchwrightCallback` for Lightning: the critical batch and an audit of the accumulation, in a real `fit()`.
+#
+# Promises:
+# - losses, weights and random numbers of the run are bit for bit what they are without it;
+# - it begins when training does, so that what `BatchSizeFinder` tries before is not seen, and the size it finds is;
+# - what it finds goes to the Trainer's loggers, from rank 0; what cannot be measured is in `notes`, and the run goes
+#   on.
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
+
+
+class BatchwrightCallback(ShowsLiveBatch, Callback):
+    """Measure the critical batch of a Lightning run, and audit the accumulation of its first window.
+
+    `Trainer(callbacks=[BatchwrightCallback()])`. The `batch/*` metrics go to the Trainer's loggers every
+    `log_every_n_steps` optimizer steps, and to `tracker`. The first window is audited where that changes nothing: one
+    process, no dropout, full precision. `micro_batch` is the number of samples of a batch, by default dimension 0 of
+    its first tensor. `every`, `window` and `population` are those of `NoiseScale`.
+    """
+
+    def __init__(
+        self,
+        *,
+        tracker: Any = None,
+        audit: bool = True,
+        micro_batch: int | None = None,
+        every: int = 1,
+        window: float | None = None,
+        population: int | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._live = LiveBatch(tracker=tracker, every=every, window=window, population=population, say=say)
+        self._audits = check_flag(audit, "audit")
+        self._given = None if micro_batch is None else whole_number(micro_batch, "micro_batch")
+        self._auditor: AuditFirstWindow | None = None
+        self._watched: _Watched | None = None
+        self._is_new_epoch = False
+        self._logged_at = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Be ready for the first batch."""
+        live = self._live
+        live.forget()
+        live.devices = trainer.world_size
+        live.look_at_sampler(trainer.train_dataloader)
+        self._watched = None
+        if self._audits and live.audit is None:
+            reason = _why_no_audit(trainer, pl_module)
+            if reason:
+                live.note(f"the accumulation was not audited: {reason}")
+            else:
+                self._auditor = AuditFirstWindow(say=lambda _: None)
+                self._auditor.on_train_start(trainer, _double(pl_module))
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Look again how large batches are: a finder may run between epochs."""
+        self._is_new_epoch = True
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Note the size of a batch; at the first of an epoch begin to measure, or go on with another size."""
+        self._live.accumulation = trainer.accumulate_grad_batches
+        if self._auditor is not None:
+            self._auditor.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        is_first, self._is_new_epoch = self._is_new_epoch, False
+        if is_first:
+            size = None if self._live.is_by_budget else self._given or clear_num_samples(batch)
+            if self._watched is None or size != self._live.micro_batch:
+                self._measure(trainer, size)
+        if self._watched is not None:
+            # Who names a size knows that the batch itself does not tell it.
+            self._watched.see(batch if self._given is None else torch.empty(self._given))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Judge the first window; end a window of the measurement, now that all of its backwards are done."""
+        if self._auditor is not None:
+            auditor, self._auditor = self._auditor, None
+            self._live.judge(lambda: _verdict(auditor, trainer, pl_module, optimizer))
+            # The audit's own passes are not to be measured.
+            if self._live.micro_batch is not None:
+                self._measure(trainer, self._live.micro_batch)
+        elif self._watched is not None:
+            self._watched.end_window()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log where a step was made that is to be logged."""
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        if trainer.is_global_zero and every and step and step % every == 0 and step != self._logged_at:
+            self._logged_at = step
+            # Lightning counts from 0 where it logs, so that these stand beside its own.
+            self._live.tell(self.metrics, step - 1, *map(tracker_for, trainer.loggers))
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave a run that ends otherwise as well."""
+        self.teardown(trainer, pl_module, "fit")
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take every hook away; the answers stay."""
+        self._live.stop()
+        if self._auditor is not None:
+            self._auditor.teardown(trainer, pl_module, stage)
+            self._auditor = None
+
+    def _measure(self, trainer: Any, size: int | None) -> None:
+        live = self._live
+        if len(trainer.optimizers) != 1:
+            live.micro_batch = size
+            live.note(f"the run has {len(trainer.optimizers)} optimizers: the critical batch is not measured")
+            return
+        self._watched = _Watched(trainer.strategy.model, trainer.optimizers[0])
+        live.measure(
+            self._watched,
+            self._watched.steps,
+            micro_batch=size,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+        )
+
+
+class _Watched(nn.Module):
+    """Stands for the module that trains: it is called with every batch, whatever the module's own step calls."""
+
+    def __init__(self, module: nn.Module, optimizer: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.steps = _Steps(optimizer)
+
+    def forward(self, batch: Any) -> None:
+        """Do nothing: hooks see the batch."""
+
+    def see(self, batch: Any) -> None:
+        """Have the hooks see a batch that is about to run."""
+        with torch.enable_grad():
+            self(batch)
+
+    def end_window(self) -> None:
+        """Have the hooks see the end of a window."""
+        self.steps.end_window()
+
+
+class _Steps:
+    """Stands for the optimizer: Lightning's runs the last backward of a window inside its step, too late for hooks."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)
+        # A plain dict cannot be referred to weakly, as a handle does.
+        self._hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer."""
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        return groups
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        """Call a hook at the end of every window."""
+        handle = torch.utils.hooks.RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
+        """Keep no hook: a window has ended before the step."""
+        return torch.utils.hooks.RemovableHandle(OrderedDict())
+
+    def end_window(self) -> None:
+        """Call the hooks."""
+        for hook in list(self._hooks.values()):
+            hook(self._optimizer, (), {})
+
+
+def _double(module: Any) -> Any:
+    """Return another module of the same weights, whose steps leave no trace in the attributes of the first."""
+    double = object.__new__(type(module))
+    kept = {name: copy.copy(value) if type(value) in _CONTAINERS else value for name, value in vars(module).items()}
+    vars(double).update(kept)
+    return double
+
+
+def _verdict(auditor: AuditFirstWindow, trainer: Any, module: Any, optimizer: Any) -> Audit:
+    auditor.on_before_optimizer_step(trainer, module, optimizer)
+    assert auditor.audit is not None
+    return auditor.audit
+
+
+def _why_no_audit(trainer: Any, module: Any) -> str:
+    """Say why an audit would find nothing, or could change the run; empty where neither is so."""
+    if not module.automatic_optimization:
+        return "the module steps by itself"
+    if trainer.accumulate_grad_batches == 1:
+        return "accumulate_grad_batches is 1, so there is nothing to add up"
+    if trainer.world_size > 1:
+        return f"it compares gradients of one process, and this run has {trainer.world_size} ranks"
+    if str(trainer.precision) not in ("32-true", "64-true"):
+        return f"precision {trainer.precision}: two runs of one step would differ"
+    with without_dropout(module) as places:
+        if places:
+            return f"dropout is on ({places[0]}); AuditFirstWindow turns it off for that window"
+    if any(hasattr(each, "compute") and hasattr(each, "reset") for each in module.modules()):
+        return "metrics in the module would count the samples of the first window twice"
+    return ""
+
 
 __all__ = ["AuditFirstWindow", "BatchwrightCallback"]
 

@@ -11,17 +11,16 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import BatchwrightError, InvalidInputError
-from batchwright.integrations.batch_metrics import WASTE, batch_metrics, configured_metrics
-from batchwright.integrations.trackers import tracker_for
+from batchwright.integrations.trackers import WASTE, batch_metrics, configured_metrics, tracker_for
 from batchwright.noise.noise_scale import NoiseScale
-from batchwright.report.audit_text import summarize_audit
+from batchwright.report.text.audit_text import summarize_audit
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from batchwright.accumulate.audit_result import Audit
-    from batchwright.integrations.tracker import Tracker
+    from batchwright.auditing.audit_result import Audit
+    from batchwright.integrations.trackers import Tracker
     from batchwright.noise.critical_batch import CriticalBatch
 
 

@@ -7,12 +7,217 @@ None of these packages is imported here, but by whoever hands in what is theirs.
 from __future__ import annotations
 
 import importlib
+import math
 import time
-from typing import Any
+import warnings
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
 
+from batchwright.accumulate.window import Step
 from batchwright.errors import InvalidInputError
-from batchwright.integrations.tracker import Tracker
-from batchwright.units import shortened
+from batchwright.noise.critical_batch import CriticalBatch
+from batchwright.planning.plan import Plan
+from batchwright.units import shortened, whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+# What charts show of a batch: eight names, filled from whatever results are at hand.
+#
+# Promises:
+# - every value is a finite number: what is unresolved, infinite or not known is left out, never written as NaN;
+# - sizes are in samples, `batch/units` in what the loss is a mean over, `batch/waste` a share from 0 to 1.
+
+MICRO = "batch/micro"
+ACCUMULATION = "batch/accumulation"
+EFFECTIVE = "batch/effective"
+CRITICAL = "batch/critical"
+CRITICAL_LOW = "batch/critical_low"
+CRITICAL_HIGH = "batch/critical_high"
+UNITS = "batch/units"
+WASTE = "batch/waste"
+KEYS = (MICRO, ACCUMULATION, EFFECTIVE, CRITICAL, CRITICAL_LOW, CRITICAL_HIGH, UNITS, WASTE)
+
+_TIMES = " \N{MULTIPLICATION SIGN} "
+EFFECTIVE_BATCH_ENTRY = "Config/effective_batch_size"
+
+
+def batch_metrics(*results: Any, devices: int | None = None) -> dict[str, float]:
+    """Return the `batch/*` metrics that some results know of; where two know the same, the later one has its say.
+
+    >>> from batchwright.planning.plan import plan
+    >>> from batchwright.noise.critical_batch import CriticalBatch
+    >>> batch_metrics(plan(64, micro_batch=8, devices=2))
+    {'batch/micro': 8, 'batch/accumulation': 4, 'batch/effective': 64}
+    >>> batch_metrics(CriticalBatch(212.0, 168.0, math.inf, unit="samples", observations=9))
+    {'batch/critical_low': 168.0}
+
+    A result is a `Plan`, a `NoiseScale` or its `critical_batch`, a `Step` of an Accumulator, a `TokenBatchSampler` or
+    its `stats()` (which costs a plan of an epoch: hand in the stats, not the sampler, where it is asked often), or the
+    rows of `pack`. None is a result that is not there yet. `devices` are the ranks that a `Step` is spread over: by
+    default the plan's, or those of the process group.
+    """
+    planned = next((result.devices for result in results if isinstance(result, Plan)), None)
+    spread = whole_number(devices, "devices") if devices is not None else planned or _num_ranks()
+    found: dict[str, float] = {}
+    for result in results:
+        found.update(_of_result(result, spread))
+    return {key: found[key] for key in KEYS if key in found and math.isfinite(found[key])}
+
+
+def effective_batch_text(micro_batch: int | Plan, accumulation: int = 1, devices: int = 1) -> str:
+    """Write an effective batch as a product, devices only where there are several.
+
+    >>> effective_batch_text(8, 4), effective_batch_text(8, 4, 2)
+    ('8 × 4 = 32', '8 × 4 × 2 = 64')
+    >>> from batchwright.planning.plan import plan
+    >>> effective_batch_text(plan(10, micro_batch=4, policy="exact"))
+    '3-4 × 3 = 10'
+    """  # noqa: RUF002
+    if isinstance(micro_batch, Plan):
+        split = micro_batch.split
+        micro = f"{split.smallest}-{split.largest}" if split.smallest != split.largest else f"{split.largest}"
+        accumulation, devices, effective = split.accumulation, split.devices, split.samples
+    else:
+        whole_number(accumulation, "accumulation")
+        whole_number(devices, "devices")
+        micro = f"{whole_number(micro_batch, 'micro-batch')}"
+        effective = micro_batch * accumulation * devices
+    factors = [micro, f"{accumulation}", *([f"{devices}"] if devices > 1 else [])]
+    return f"{_TIMES.join(factors)} = {effective}"
+
+
+def configured_metrics(micro_batch: int | None, accumulation: int, devices: int) -> dict[str, float]:
+    """Return the metrics of a framework's own settings; without a micro-batch there is no effective batch either.
+
+    >>> configured_metrics(8, 4, 2)
+    {'batch/micro': 8, 'batch/accumulation': 4, 'batch/effective': 64}
+    """
+    if micro_batch is None:
+        return {ACCUMULATION: accumulation}
+    return {MICRO: micro_batch, ACCUMULATION: accumulation, EFFECTIVE: micro_batch * accumulation * devices}
+
+
+def _of_result(result: Any, devices: int) -> Mapping[str, float]:
+    if result is None:
+        return {}
+    if isinstance(result, Plan):
+        return {MICRO: result.micro_batch, ACCUMULATION: result.accumulation, EFFECTIVE: result.effective_batch}
+    if isinstance(result, Step):
+        return _of_step(result, devices)
+    if isinstance(result, CriticalBatch):
+        return _of_critical_batch(result)
+    if hasattr(result, "critical_batch"):
+        return _of_result(result.critical_batch, devices)
+    if isinstance(getattr(result, "waste", None), float):
+        return {WASTE: result.waste}
+    if callable(getattr(result, "stats", None)):
+        return {WASTE: result.stats().waste}
+    raise InvalidInputError(
+        f"batch_metrics takes a Plan, a NoiseScale or its critical_batch, a Step, a TokenBatchSampler or its stats(); "
+        f"received {shortened(result)}."
+    )
+
+
+def _of_critical_batch(found: CriticalBatch) -> dict[str, float]:
+    # Beside batch/effective, which is in samples; where nothing tells them, in what was counted.
+    found = found.in_samples() or found
+    if found.resolved:
+        return {CRITICAL: found.value, CRITICAL_LOW: found.low, CRITICAL_HIGH: found.high}
+    # The lower end holds without the upper one; 0 is what an interval begins at that says nothing.
+    return {CRITICAL_LOW: found.low} if found.low > 0 else {}
+
+
+def _of_step(step: Step, devices: int) -> dict[str, float]:
+    found: dict[str, float] = {ACCUMULATION: step.micro_batches / devices, UNITS: step.units}
+    if step.samples is not None:
+        found[EFFECTIVE] = step.samples
+        # On average: the micro-batches of a window may differ.
+        found[MICRO] = step.samples / step.micro_batches if step.micro_batches else math.nan
+    return found
+
+
+def _num_ranks() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+# `Tracker`: one place that metrics go to, and what happens where it does not take them.
+#
+# Promises:
+# - what reaches a target is finite numbers;
+# - nothing here ends a training: a target that fails, or a value that is no number, is warned of once and left out,
+#   and
+#   counted in `failures`.
+
+
+class TrackerWarning(UserWarning):
+    """Something was not written to a tracker; training went on."""
+
+
+class Tracker(ABC):
+    """One place that metrics go to; made by `tracker_for`."""
+
+    name = "the tracker"
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.failures = 0
+        """Calls that the target did not take, and values that were no numbers."""
+        self._warned: set[str] = set()
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Write numbers under their names at a step; what is infinite or NaN is left out."""
+        numbers = {key: self._number(key, value) for key, value in metrics.items()}
+        finite = {key: number for key, number in numbers.items() if math.isfinite(number)}
+        if finite:
+            self._try(f"log at step {step}", lambda: self._log(finite, step))
+
+    def write(self, name: str, text: str) -> None:
+        """Write a text that describes the run."""
+        self._try(f"{name} = {text}", lambda: self._write(name, text))
+
+    def log_effective_batch(self, micro_batch: int | Plan, accumulation: int = 1, devices: int = 1) -> None:
+        """Write `Config/effective_batch_size`, as a product; see `effective_batch_text`."""
+        self.write(EFFECTIVE_BATCH_ENTRY, effective_batch_text(micro_batch, accumulation, devices))
+
+    @abstractmethod
+    def _log(self, metrics: dict[str, float], step: int) -> None:
+        """Hand finite numbers to the target."""
+
+    @abstractmethod
+    def _write(self, name: str, text: str) -> None:
+        """Hand a text to the target, or the nearest that it has."""
+
+    def _number(self, key: str, value: Any) -> float:
+        try:
+            # True would be drawn as 1, and a text of digits is still a text.
+            if isinstance(value, bool | str | bytes):
+                raise TypeError
+            number = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            self._warn(key, f"{key} must be a number; received {shortened(value)}. It was left out of the log.")
+            return math.nan
+        return value if isinstance(value, int) else number
+
+    def _try(self, what: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._warn(
+                "",
+                f"{self.name} did not take {what} ({told}). Training goes on; this is said once, and the calls that "
+                f"failed are counted in `failures`.",
+            )
+
+    def _warn(self, about: str, text: str) -> None:
+        self.failures += 1
+        if about not in self._warned:
+            self._warned.add(about)
+            warnings.warn(text, TrackerWarning, stacklevel=4)
 
 
 class TensorBoard(Tracker):

@@ -11,11 +11,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchwright.memory.blocks import Block, Log, Peak, alive_at, find_peak, peaks_of_phases
-from batchwright.memory.result import Owner, PeakMoment, PhasePeak
+from batchwright.memory.estimate_result import Owner, PeakMoment, PhasePeak
+from batchwright.trace.storages import Block, Log, Peak, alive_at, find_peak, peaks_of_phases
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 _OF_PHASE = {"build": "weights", "batch": "inputs"}
 _RUNS_THE_MODEL = ("forward", "generate", "evaluate")

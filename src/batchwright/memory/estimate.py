@@ -16,24 +16,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchwright.device.peak_bytes import PeakBytes
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import Breakdown, break_down, parts_at_the_same_moment
-from batchwright.memory.cards_alike import CardsAlike
+from batchwright.memory.estimate_result import PARTS, Estimate
 from batchwright.memory.largest import largest_within
-from batchwright.memory.on_card import OnCard, card_named, default_place, device_peak, read_settings, upper_on_card
-from batchwright.memory.result import PARTS, Estimate
-from batchwright.memory.tracing import Traced, check_batches, trace_workload
+from batchwright.memory.on_card import (
+    CardsAlike,
+    OnCard,
+    card_named,
+    default_place,
+    device_peak,
+    read_settings,
+    upper_on_card,
+)
 from batchwright.memory.what_if import what_if_savings
 from batchwright.state.untouched import leaves_untouched
-from batchwright.units import format_bytes, parse_bytes, shortened, whole_number
-from batchwright.users_files import check_place
+from batchwright.trace.run import Traced, check_batches, trace_workload
+from batchwright.units import PeakBytes, format_bytes, parse_bytes, shortened, whole_number
+from batchwright.user_files import check_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from batchwright.simulated.allocator_settings import AllocatorSettings
+    from batchwright.simulated.allocator.settings import AllocatorSettings
     from batchwright.workload import Workload
+
 
 # What an upper bound adds to a trace: the worst case of benchmarks/memory_cpu.py (0.64 %) stays within it. It is a
 # margin over what was measured, not a proof; where an operator hides memory no bound is given at all.

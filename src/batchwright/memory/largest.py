@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+
 # A look costs the same at any size, so the flat start is crossed in strides.
 _STRIDE = 16
 

@@ -15,25 +15,149 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.catalogue.gpus import Card, Context, context_of, find_card, names_a_card
+from batchwright.catalogue.cards import Card, Context, context_of, find_card, names_a_card
 from batchwright.device.device import default_device, present_devices
-from batchwright.device.peak_bytes import PeakBytes
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import break_down
+from batchwright.memory.calibration import Correction, read_run
 from batchwright.memory.largest import largest_within
-from batchwright.memory.recorded_run import Correction, read_run
-from batchwright.memory.tracing import Traced, trace_workload
-from batchwright.simulated.allocator_settings import AllocatorSettings
-from batchwright.simulated.memory_snapshot import History, write_snapshot
-from batchwright.simulated.replay import goes_through
-from batchwright.simulated.simulated_card import SimulatedCard
-from batchwright.units import format_bytes, parse_bytes, shortened
+from batchwright.simulated.allocator.caching_allocator import goes_through, peaks_with_room
+from batchwright.simulated.allocator.settings import AllocatorSettings
+from batchwright.simulated.allocator.snapshot import History, write_snapshot
+from batchwright.simulated.card import SimulatedCard
+from batchwright.trace.run import Traced, trace_workload
+from batchwright.units import PeakBytes, format_bytes, parse_bytes, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from batchwright.catalogue.cards import Card
+    from batchwright.trace.run import Traced
     from batchwright.workload import Workload
+
+
+# What a step asks of a card at any micro-batch, from traces at a few.
+#
+# A step of another size asks in the same order for sizes that are affine in it: so many bytes, and so many for every
+# sample. Where two traces say so, and a third agrees, the sizes between need no trace.
+#
+# Promises:
+# - requests agree where each differs by less than a block of the allocator, which hands out whole blocks anyway, and a
+#   thousandth (a kernel that sums ten rows at a time asks in steps);
+# - where the traces do not agree, nothing is told.
+
+_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class ScaledRequests:
+    """The requests of a step as a function of its micro-batch: lines through two runs."""
+
+    small: int
+    large: int
+    at_small: tuple[int, ...]
+    at_large: tuple[int, ...]
+
+    @classmethod
+    def through(cls, small: int, events: tuple[int, ...], large: int, others: tuple[int, ...]) -> ScaledRequests | None:
+        """Draw lines through two runs; None where they are not the same run at two sizes.
+
+        >>> ScaledRequests.through(2, (120, -1), 4, (140, -1)).at(8)
+        (180, -1)
+        >>> ScaledRequests.through(2, (120, 8, -1), 4, (140, -1)) is None
+        True
+        """
+        if len(events) != len(others) or large <= small:
+            return None
+        is_same = all(one == other or min(one, other) >= 0 for one, other in zip(events, others, strict=True))
+        return cls(small, large, events, others) if is_same else None
+
+    def at(self, size: int) -> tuple[int, ...]:
+        """Return the requests at another size."""
+        step, further = self.large - self.small, size - self.small
+        return tuple(
+            one + (other - one) * further // step for one, other in zip(self.at_small, self.at_large, strict=True)
+        )
+
+    def agrees_with(self, size: int, events: tuple[int, ...]) -> bool:
+        """Whether a run at another size asked for what the lines say.
+
+        >>> lines = ScaledRequests.through(2, (120, -1), 4, (140, -1))
+        >>> lines.agrees_with(8, (180, -1)), lines.agrees_with(8, (1180, -1)), lines.agrees_with(8, (180,))
+        (True, False, False)
+        """
+        told = self.at(size)
+        return len(told) == len(events) and all(
+            one == other or (min(one, other) >= 0 and abs(one - other) < _BLOCK + other // 1024)
+            for one, other in zip(told, events, strict=True)
+        )
+
+
+# Cards whose kernels are alike: one of them is traced at a few sizes, and the others and further sizes follow.
+
+# Sizes to draw lines through, two each. A line holds up to a size at which it was proven by a trace, and each proof is
+# made far ahead. Where it fails, a kernel has taken another path in between (an embedding does, from so many tokens on,
+# and again at as many as it has rows): then lines are drawn anew beyond.
+# All of them are odd: a step that pads its batch to a multiple goes up in stairs, which multiples would not show.
+_PAIRS = ((17, 25), (67, 97), (257, 389), (1031, 1543))
+_AHEAD = 4
+
+
+class CardsAlike:
+    """The runs of a step on cards of one kind, by micro-batch."""
+
+    def __init__(self, there: OnCard, cap: int, say: Callable[[str], None]) -> None:
+        self._there, self._cap, self._say = there, cap, say
+        self._runs: dict[int, Traced] = {}
+        self._pairs = list(_PAIRS)
+        self._lines: ScaledRequests | None = None
+        self._proven = 0
+
+    def traced(self, size: int, card: Card) -> Traced:
+        """Return a run at a size, with the context of this very card."""
+        if size not in self._runs:
+            self._runs[size] = self._scaled(size) or self._trace(size)
+        found = self._runs[size]
+        context = context_of(card)
+        assert found.peaks is not None
+        assert found.peaks.reserved is not None
+        peaks = replace(found.peaks, device=found.peaks.reserved + context.typical_bytes)
+        return replace(found, peaks=peaks, context=context)
+
+    def _trace(self, size: int) -> Traced:
+        if size not in self._runs:
+            self._say(f"{self._there.card.name} and its like: tracing micro-batch {size:,}")
+            self._runs[size] = self._there.traced(size)
+        return self._runs[size]
+
+    def _scaled(self, size: int) -> Traced | None:
+        """Return what a size would ask for, by the lines; None below them, or where there are none."""
+        while size > self._proven and self._pairs and self._pairs[0][-1] < size:
+            if self._lines is None:
+                self._lines = self._drawn(*self._pairs[0])
+            ahead = min(max(size, _AHEAD * self._pairs[0][-1], _AHEAD * self._proven) | 1, self._cap)
+            if self._lines is not None and self._holds(self._lines, ahead):
+                self._proven = ahead
+            else:
+                self._lines = None
+                self._pairs.pop(0)
+        if self._lines is None or not self._lines.small <= size <= self._proven:
+            return None
+        events = self._lines.at(size)
+        allocated, reserved = peaks_with_room(events, self._there.settings)
+        # The rest of a trace, its log and its notes, is that of the smallest size on the lines.
+        return replace(self._trace(self._lines.small), peaks=PeakBytes(allocated, reserved), requests=events)
+
+    def _holds(self, lines: ScaledRequests, size: int) -> bool:
+        try:
+            return lines.agrees_with(size, self._trace(size).requests)
+        except Exception:  # a batch that cannot be made so large says nothing of smaller ones
+            return False
+
+    def _drawn(self, small: int, large: int) -> ScaledRequests | None:
+        return ScaledRequests.through(small, self._trace(small).requests, large, self._trace(large).requests)
+
 
 # The smallest that covers torchtune's reserved figures in the calibration third of benchmarks/memory_gpu.py, where
 # predictions were 6.8 % low. docs/limits.md says how often it falls short.

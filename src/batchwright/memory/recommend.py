@@ -11,13 +11,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from batchwright.catalogue.gpus import context_of, find_card
+from batchwright.catalogue.cards import context_of, find_card
 from batchwright.catalogue.models import find_model
 from batchwright.errors import InvalidInputError
-from batchwright.memory.formulas import checked_length
-from batchwright.memory.numerics import Setup
-from batchwright.memory.rule_of_thumb import RuleOfThumb, apply_rule
-from batchwright.memory.step_moments import step_moments
+from batchwright.memory.formula_tensors import Setup
+from batchwright.memory.formulas import checked_length, step_moments
 from batchwright.printed_result import PrintedResult
 from batchwright.units import format_bytes, parse_bytes, shortened
 
@@ -27,6 +25,48 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from batchwright.catalogue.models import ModelShape
+
+
+# A rule of thumb that people use for the batch of a language model, kept to stand beside a computed answer.
+#
+# Promises:
+# - the numbers are the rule's own: gigabytes per sample by size, a factor by task, 80 % of the memory, a power of two;
+# - it knows nothing of the sequence length, the weights or the way of tuning, which is why it is only shown.
+
+_GB_PER_SAMPLE = {"1b": 0.1, "3b": 0.2, "7b": 0.4, "13b": 0.8, "30b": 1.5, "70b": 3.0}
+_TASK_FACTORS = {"classification": 1.0, "generation": 1.5, "qa": 1.2}
+
+
+@dataclass(frozen=True)
+class RuleOfThumb:
+    """What the rule says, in the same words as the computed answer; bytes throughout."""
+
+    recommended_batch_size: int
+    memory_per_sample: int
+    estimated_memory_usage: int
+    gradient_accumulation_for_32: int
+    gradient_accumulation_for_64: int
+
+
+def apply_rule(size: str, memory_bytes: int, task: str) -> RuleOfThumb | None:
+    """Apply the rule; None for a size that it has no number for.
+
+    >>> apply_rule("13b", 24 * 10**9, "classification").recommended_batch_size
+    16
+    """
+    if size not in _GB_PER_SAMPLE:
+        return None
+    per_sample = _GB_PER_SAMPLE[size] * _TASK_FACTORS[task]
+    batch = max(1, int(memory_bytes / 1e9 * 0.8 / per_sample))
+    batch = 2 ** (batch.bit_length() - 1)
+    return RuleOfThumb(
+        recommended_batch_size=batch,
+        memory_per_sample=round(per_sample * 1e9),
+        estimated_memory_usage=round(batch * per_sample * 1e9),
+        gradient_accumulation_for_32=max(1, 32 // batch),
+        gradient_accumulation_for_64=max(1, 64 // batch),
+    )
+
 
 # The shape that stands for a size.
 SIZES = {
@@ -105,13 +145,13 @@ class Recommendation(PrintedResult):
         return {"schema": 1, "source": "formula", **settings, **single, "fits": self.fits, "answers": answers}
 
     def __rich__(self) -> RenderableType:
-        from batchwright.report.recommend_text import draw_recommendation
+        from batchwright.report.text.memory_text import draw_recommendation
 
         return draw_recommendation(self)
 
     def _repr_html_(self) -> str:
-        from batchwright.report.html import table_to_html
-        from batchwright.report.recommend_text import (
+        from batchwright.report.display import table_to_html
+        from batchwright.report.text.memory_text import (
             recommendation_columns,
             recommendation_remarks,
             summarize_recommendation,

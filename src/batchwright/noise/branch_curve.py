@@ -107,13 +107,13 @@ class MeasuredCriticalBatch(PrintedResult):
         }
 
     def __rich__(self) -> RenderableType:
-        from batchwright.report.branches_text import draw_branches
+        from batchwright.report.text.noise_text import draw_branches
 
         return draw_branches(self)
 
     def _repr_html_(self) -> str:
-        from batchwright.report.branches_text import branches_columns, branches_remarks, summarize_branches
-        from batchwright.report.html import table_to_html
+        from batchwright.report.display import table_to_html
+        from batchwright.report.text.noise_text import branches_columns, branches_remarks, summarize_branches
 
         return table_to_html(summarize_branches(self), branches_columns(self), branches_remarks(self))
 

@@ -88,7 +88,7 @@ class CriticalBatch:
         return f"at least {figure(self.low)} {self.unit} (upper end not resolved{needed})"
 
     def _repr_html_(self) -> str:
-        from batchwright.report.html import text_to_html
+        from batchwright.report.display import text_to_html
 
         return text_to_html(str(self))
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from batchwright.noise.critical_batch import CriticalBatch
 
+
 # A second moment of squared gradients with a decay of its own. Marek et al. changed it for Adam; the others share the
 # moment, not the evidence. Lion's second beta is another thing (the decay of its momentum), so it is not here.
 _WITH_BETA2 = ("adam", "adamw", "lamb", "nadam", "radam")
@@ -101,7 +102,7 @@ class LearningRateChange:
         return "; ".join(map(str, self.settings)) or self.reason
 
     def _repr_html_(self) -> str:
-        from batchwright.report.html import text_to_html
+        from batchwright.report.display import text_to_html
 
         return text_to_html(str(self))
 

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from batchwright.accumulate.accumulator import Accumulator
-    from batchwright.accumulate.step import Step
+    from batchwright.accumulate.window import Step
     from batchwright.noise.noise_scale import NoiseScale
     from batchwright.noise.track import HistoryPoint
+
 
 # Twice in a row, half a window apart: one lucky window is not enough.
 _LOOKS = 2

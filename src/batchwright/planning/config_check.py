@@ -10,18 +10,259 @@ Promises:
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchwright.errors import InvalidInputError
-from batchwright.planning.batch_triangle import AUTO, MICRO, STEPS, TOTAL, Number, judge_triangle
-from batchwright.planning.config_file import read_config
+from batchwright.errors import InvalidInputError, import_extra
+from batchwright.planning.split import largest_divisor
 from batchwright.printed_result import PrintedResult
 from batchwright.units import counted, shortened, whole_number
+from batchwright.user_files import read_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+
+# Read a training configuration, JSON or YAML, into a plain mapping, or say what is wrong with the file.
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Return the mapping that a config file holds."""
+    if not isinstance(path, str | Path) or not str(path).strip() or "\0" in str(path):
+        raise InvalidInputError(f"a config file is named by its path; received {shortened(path)}.")
+    file = Path(path)
+    try:
+        text = read_text(file, encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise InvalidInputError(f"no config file at '{file}'.", remedy=_nearby(file)) from None
+    except OSError as error:
+        raise InvalidInputError(
+            f"cannot read '{file}': {error.strerror}.", remedy="a JSON or YAML file of settings"
+        ) from None
+    if not text.strip():
+        raise InvalidInputError(f"'{file}' is empty; a JSON or YAML mapping of settings is expected.")
+    data = _parse_yaml(file, text) if file.suffix.lower() in {".yaml", ".yml"} else _parse_json(file, text)
+    if not isinstance(data, dict):
+        raise InvalidInputError(
+            f"'{file}' holds {type(data).__name__} {shortened(data)}; a mapping of settings is expected."
+        )
+    return {str(key): value for key, value in data.items()}
+
+
+def _parse_json(file: Path, text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        raise InvalidInputError(
+            f"'{file}' is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+        ) from None
+    except DuplicateKeyError as error:
+        raise _set_twice(file, error) from None
+    except (RecursionError, ValueError) as error:
+        # Nested beyond the parser's depth, or a number of more digits than Python reads.
+        raise InvalidInputError(f"'{file}' cannot be read as JSON: {error}.") from None
+
+
+def _parse_yaml(file: Path, text: str) -> Any:
+    yaml = import_extra("yaml", extra="transformers", purpose=f"reading the YAML file '{file}'")
+
+    class OncePerKey(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+        """A loader that refuses what YAML itself forbids and its reader lets pass: one key twice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise DuplicateKeyError(key)
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader=OncePerKey)
+    except DuplicateKeyError as error:
+        raise _set_twice(file, error) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "it cannot be parsed"
+        raise InvalidInputError(f"'{file}' is not valid YAML: {problem}{place}.") from None
+    except (RecursionError, ValueError) as error:
+        raise InvalidInputError(f"'{file}' cannot be read as YAML: {error}.") from None
+
+
+class DuplicateKeyError(Exception):
+    """A mapping that sets one key twice."""
+
+
+def _set_twice(file: Path, error: DuplicateKeyError) -> InvalidInputError:
+    return InvalidInputError(f"'{file}' sets {error.args[0]!r} twice, so one of its values would be ignored.")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in data:
+            raise DuplicateKeyError(key)
+        data[key] = value
+    return data
+
+
+def _nearby(file: Path) -> str:
+    """Name the config files that do exist in the same folder."""
+    if not file.parent.is_dir():
+        return f"the folder '{file.parent}' does not exist either"
+    found = sorted(p.name for p in file.parent.iterdir() if p.suffix.lower() in {".json", ".yaml", ".yml"})
+    return f"one of {', '.join(found[:5])} in the same folder" if found else ""
+
+
+# The three numbers of a DeepSpeed config: train_batch_size = micro-batch x accumulation x devices.
+#
+# DeepSpeed fills in what is missing by integer division and then asserts the product, which names neither the
+# remainder nor the remedy. Here each rule says both.
+#
+# Promises:
+# - the verdict is DeepSpeed's own: what it accepts agrees, what its assertion refuses does not;
+# - every change offered makes the three agree.
+
+TOTAL = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+STEPS = "gradient_accumulation_steps"
+AUTO = "auto"
+
+Number = int | str | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the three agree, what they come to, and what to change where they do not."""
+
+    agrees: bool
+    finding: str
+    total: int | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    changes: tuple[str, ...] = ()
+
+
+def judge_triangle(total: Number, micro_batch: Number, accumulation: Number, devices: int) -> Verdict:
+    """Judge the three numbers; each may be missing (None) or left to the trainer ("auto").
+
+    >>> judge_triangle(64, 4, 4, devices=8).finding
+    'train_batch_size is 64, but 4 x 4 x 8 devices = 128'
+    >>> judge_triangle(64, 4, 4, devices=8).changes[0]
+    'train_batch_size: 64 -> 128'
+    """
+    if AUTO in (total, micro_batch, accumulation):
+        return _judge_auto(total, micro_batch, accumulation, devices)
+    assert not isinstance(total, str), "only 'auto' is text, and it was dealt with above"
+    assert not isinstance(micro_batch, str)
+    assert not isinstance(accumulation, str)
+    if total is None and micro_batch is None:
+        return Verdict(
+            False,
+            f"neither {TOTAL} nor {MICRO} is set, and DeepSpeed needs one of them",
+            changes=(f"set {MICRO} to the largest micro-batch that fits",),
+        )
+    if total is None:
+        assert micro_batch is not None
+        steps = accumulation or 1
+        return _agreement(micro_batch * steps * devices, micro_batch, steps, devices)
+    if micro_batch is not None:
+        return _judge_total_and_micro(total, micro_batch, accumulation, devices)
+    return _judge_total_alone(total, accumulation, devices)
+
+
+def _judge_auto(total: Number, micro_batch: Number, accumulation: Number, devices: int) -> Verdict:
+    names = [n for n, v in ((TOTAL, total), (MICRO, micro_batch), (STEPS, accumulation)) if v == AUTO]
+    finding = f"{', '.join(names)} left to the trainer ('auto')"
+    # Whatever the trainer fills in, the total stays a multiple of the numbers that are there.
+    multiple = devices * (_known(micro_batch) or 1) * (_known(accumulation) or 1)
+    if isinstance(total, int) and total % multiple:
+        return Verdict(
+            False,
+            f"{finding}, but {TOTAL} {total:,} is not a multiple of {multiple:,}, what the other numbers come to",
+            changes=_divisible_totals(total, multiple),
+        )
+    if isinstance(micro_batch, int) and isinstance(accumulation, int):
+        return Verdict(True, finding, micro_batch * accumulation * devices, micro_batch, accumulation)
+    return Verdict(
+        True, finding, total=_known(total), micro_batch=_known(micro_batch), accumulation=_known(accumulation)
+    )
+
+
+def _known(value: Number) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _judge_total_and_micro(total: int, micro_batch: int, accumulation: int | None, devices: int) -> Verdict:
+    if accumulation is not None:
+        product = micro_batch * accumulation * devices
+        if product == total:
+            return _agreement(total, micro_batch, accumulation, devices)
+        finding = (
+            f"{TOTAL} is {total:,}, but {micro_batch:,} x {accumulation:,} x {counted(devices, 'device')} = {product:,}"
+        )
+        return Verdict(
+            False,
+            finding,
+            changes=(
+                f"{TOTAL}: {total:,} -> {product:,}",
+                *_divided(STEPS, accumulation, total, micro_batch * devices),
+                *_divided(MICRO, micro_batch, total, accumulation * devices),
+                *_divided("devices", devices, total, micro_batch * accumulation),
+                *([] if total % (micro_batch * devices) == 0 else _nearby_divisor(total, micro_batch, devices)),
+            ),
+        )
+    multiple = micro_batch * devices
+    steps, remainder = divmod(total, multiple)
+    if steps and not remainder:
+        return _agreement(total, micro_batch, steps, devices)
+    finding = (
+        f"{TOTAL} {total:,} is not a multiple of {MICRO} {micro_batch:,} x {counted(devices, 'device')} = {multiple:,}"
+    )
+    return Verdict(
+        False,
+        finding,
+        changes=(
+            *_divisible_totals(total, multiple),
+            *_nearby_divisor(total, micro_batch, devices),
+        ),
+    )
+
+
+def _judge_total_alone(total: int, accumulation: int | None, devices: int) -> Verdict:
+    slots = (accumulation or 1) * devices
+    micro_batch, remainder = divmod(total, slots)
+    if micro_batch and not remainder:
+        return _agreement(total, micro_batch, accumulation or 1, devices)
+    by = f"{STEPS} {accumulation:,} x {counted(devices, 'device')}" if accumulation else counted(devices, "device")
+    return Verdict(False, f"{TOTAL} {total:,} does not divide by {by}", changes=_divisible_totals(total, slots))
+
+
+def _agreement(total: int, micro_batch: int, accumulation: int, devices: int) -> Verdict:
+    finding = f"{micro_batch:,} x {accumulation:,} x {counted(devices, 'device')} = {total:,}"
+    return Verdict(True, finding, total, micro_batch, accumulation)
+
+
+def _divided(name: str, current: int, total: int, by: int) -> tuple[str, ...]:
+    value, remainder = divmod(total, by)
+    return (f"{name}: {current:,} -> {value:,}",) if value and not remainder else ()
+
+
+def _divisible_totals(total: int, multiple: int) -> tuple[str, ...]:
+    below = total // multiple * multiple
+    return tuple(f"{TOTAL}: {total:,} -> {value:,}" for value in (below, below + multiple) if value)
+
+
+def _nearby_divisor(total: int, micro_batch: int, devices: int) -> tuple[str, ...]:
+    """Keep the total and find the largest smaller micro-batch that divides it."""
+    per_device, remainder = divmod(total, devices)
+    if remainder:
+        return ()
+    size = largest_divisor(per_device, at_most=micro_batch)
+    return (f"{MICRO}: {micro_batch:,} -> {size:,} and {STEPS} -> {per_device // size:,}",) if size else ()
+
 
 # transformers 5.22: TrainingArguments(per_device_train_batch_size=8, gradient_accumulation_steps=1)
 _DEFAULT_PER_DEVICE = 8
@@ -60,13 +301,13 @@ class ConfigCheck(PrintedResult):
         return {"schema": 1, "source": "formula", **asdict(self), **lists}
 
     def __rich__(self) -> RenderableType:
-        from batchwright.report.check_text import draw_check
+        from batchwright.report.text.plan_text import draw_check
 
         return draw_check(self)
 
     def _repr_html_(self) -> str:
-        from batchwright.report.check_text import check_remarks, summarize_check
-        from batchwright.report.html import table_to_html
+        from batchwright.report.display import table_to_html
+        from batchwright.report.text.plan_text import check_remarks, summarize_check
 
         return table_to_html(summarize_check(self), [], check_remarks(self))
 

@@ -12,19 +12,156 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
-from batchwright.planning.batch_sampler import PlanBatchSampler
-from batchwright.planning.epoch import Epoch, count_epoch
-from batchwright.planning.reasons import give_notes, give_reason
-from batchwright.planning.split import POLICIES, Policy, Split, Weight, choose_split
-from batchwright.planning.table import Row, compare_splits
+from batchwright.planning.split import (
+    POLICIES,
+    Epoch,
+    PlanBatchSampler,
+    Policy,
+    Split,
+    Weight,
+    choose_split,
+    count_epoch,
+    largest_divisor,
+    least_accumulation,
+)
 from batchwright.planning.times import ASSUMED, TimeModel, Times, fit_times
 from batchwright.printed_result import PrintedResult
-from batchwright.units import shortened, whole_number
+from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from rich.console import RenderableType
+
+    from batchwright.planning.split import Policy
+    from batchwright.planning.times import TimeModel
+
+
+# Why a plan is as it is, in words: the reason it carries, and what its reader should know besides.
+
+_ROUNDING = {
+    "nearest": "comes nearest",
+    "at-least": "is the least that reaches it",
+    "at-most": "is the most that stays within",
+}
+
+
+def give_reason(requested: int, max_micro_batch: int, split: Split, policy: Policy) -> str:
+    """Say how the split follows from what was asked.
+
+    >>> give_reason(1024, 48, Split(1032, 6, 4), "nearest")
+    '1,024 samples over 4 devices, at most 48 at a time: 6 micro-batches per step; 43 each comes nearest'
+    """
+    least = least_accumulation(requested, max_micro_batch=max_micro_batch, devices=split.devices)
+    over = f" over {counted(split.devices, 'device')}" if split.devices > 1 else ""
+    asked = f"{counted(requested, 'sample')}{over}, at most {max_micro_batch:,} at a time"
+    if split.accumulation < least:
+        return f"{asked}: {least:,} passes would exceed it, so {split.accumulation:,} per step"
+    passes = f"{asked}: {counted(least, 'micro-batch')} per step"
+    if split.samples != requested:
+        return f"{passes}; {split.largest:,} each {_ROUNDING[policy]}"
+    if split.is_even:
+        return f"{passes}, {counted(split.largest, 'sample')} each"
+    return f"{passes}, of {split.smallest:,} and {split.largest:,} samples, which sum to it exactly"
+
+
+def give_notes(plan: Plan) -> Iterator[str]:
+    """Say what else is worth knowing about a plan."""
+    if plan.difference and plan.requested_batch >= plan.devices:
+        least = least_accumulation(plan.requested_batch, max_micro_batch=plan.max_micro_batch, devices=plan.devices)
+        exact = Split(plan.requested_batch, least, plan.devices)
+        sizes = f"{exact.smallest:,} and {exact.largest:,}"
+        yield f"policy 'exact' reaches {plan.requested_batch:,} with micro-batches of {sizes}"
+    if plan.split.smallest == 0:
+        empty = counted(plan.weights[-1].count, "micro-batch")
+        yield f"{empty} of 0 samples at weight 0, so that every device runs as many passes"
+    if plan.epoch and plan.epoch.updates == 0:
+        have = counted(plan.epoch.samples, "sample")
+        yield f"no update in an epoch: {have} do not fill one micro-batch on every device"
+
+
+# The comparison table: every sensible split of the same effective batch, side by side.
+#
+# The first row is the plan itself; the others are what `plan` answers when only a half, a quarter, ... of its
+# micro-batch fits, down to single samples. Where the plan misses the target or is uneven, the largest split into equal
+# micro-batches that reaches it exactly is there too.
+
+# Halving reaches single samples from 2,048 in as many rows; a longer table is not read any more.
+MOST_ROWS = 12
+
+
+@dataclass(frozen=True)
+class Row:
+    """One split, with what it costs next to the first row."""
+
+    micro_batch: int
+    smallest_micro_batch: int
+    accumulation: int
+    effective_batch: int
+    forwards_per_epoch: int | None
+    updates_per_epoch: int | None
+    relative_time: float
+    relative_activations: float
+    peak_bytes: int | None
+    is_extrapolated: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain data."""
+        return asdict(self)
+
+
+def compare_splits(
+    effective_batch: int,
+    *,
+    chosen: Split,
+    policy: Policy,
+    samples: int | None,
+    drop_last: bool,
+    times: TimeModel,
+    peak_bytes: Callable[[int], int] | None = None,
+) -> tuple[Row, ...]:
+    """Lay the chosen split and its smaller micro-batches side by side.
+
+    >>> from batchwright.planning.split import Split
+    >>> from batchwright.planning.times import ASSUMED
+    >>> rows = compare_splits(
+    ...     32, chosen=Split(32, 1, 1), policy="nearest", samples=10_000, drop_last=True, times=ASSUMED
+    ... )
+    >>> [(row.micro_batch, row.accumulation, row.forwards_per_epoch) for row in rows[:4]]
+    [(32, 1, 312), (16, 2, 625), (8, 4, 1250), (4, 8, 2500)]
+    """
+    seconds_per_sample = times.step_seconds(chosen) / chosen.samples
+    rows = []
+    for split in _smaller_and_smaller(effective_batch, chosen, policy):
+        epoch = count_epoch(samples, split, drop_last=drop_last) if samples else None
+        rows.append(
+            Row(
+                micro_batch=split.largest,
+                smallest_micro_batch=split.smallest,
+                accumulation=split.accumulation,
+                effective_batch=split.samples,
+                forwards_per_epoch=epoch.forwards if epoch else None,
+                updates_per_epoch=epoch.updates if epoch else None,
+                relative_time=times.step_seconds(split) / split.samples / seconds_per_sample,
+                relative_activations=split.largest / chosen.largest,
+                peak_bytes=whole_number(peak_bytes(split.largest), "what estimate returns") if peak_bytes else None,
+                is_extrapolated=bool(times.points) and not times.covers(split.largest),
+            )
+        )
+    return tuple(rows)
+
+
+def _smaller_and_smaller(effective_batch: int, chosen: Split, policy: Policy) -> Iterator[Split]:
+    splits = {chosen}
+    cap = chosen.largest // 2
+    while cap >= 1 and len(splits) < MOST_ROWS:
+        splits.add(choose_split(effective_batch, max_micro_batch=cap, devices=chosen.devices, policy=policy))
+        cap //= 2
+    per_device, remainder = divmod(effective_batch, chosen.devices)
+    equal = None if remainder else largest_divisor(per_device, at_most=chosen.largest)
+    if equal:
+        splits.add(Split(effective_batch, per_device // equal, chosen.devices))
+    yield from sorted(splits, key=lambda split: (split != chosen, -split.largest, split.accumulation))
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,7 +258,7 @@ class Plan(PrintedResult):
         >>> plan(1024, micro_batch=48, devices=4).to("deepspeed")
         {'train_batch_size': 1032, 'train_micro_batch_size_per_gpu': 43, 'gradient_accumulation_steps': 6}
         """
-        from batchwright.planning.dialects.registry import find_dialect
+        from batchwright.planning.dialects import find_dialect
 
         return find_dialect(framework).settings(self)
 
@@ -131,7 +268,7 @@ class Plan(PrintedResult):
         >>> print(plan(80, micro_batch=4, devices=5).snippet("torchtitan").splitlines()[0])
         # micro-batch 4 x accumulation 4 x devices 5 = effective batch 80
         """
-        from batchwright.planning.dialects.registry import find_dialect, snippet_with_rate
+        from batchwright.planning.dialects import find_dialect, snippet_with_rate
 
         if learning_rate is not None:
             return snippet_with_rate(self, framework, learning_rate)
@@ -167,13 +304,13 @@ class Plan(PrintedResult):
         }
 
     def __rich__(self) -> RenderableType:
-        from batchwright.report.plan_text import draw_plan
+        from batchwright.report.text.plan_text import draw_plan
 
         return draw_plan(self)
 
     def _repr_html_(self) -> str:
-        from batchwright.report.html import table_to_html
-        from batchwright.report.plan_text import plan_columns, plan_remarks, summarize_plan
+        from batchwright.report.display import table_to_html
+        from batchwright.report.text.plan_text import plan_columns, plan_remarks, summarize_plan
 
         return table_to_html(summarize_plan(self), plan_columns(self), plan_remarks(self))
 

@@ -1,23 +1,32 @@
-"""How the samples of one optimizer step are cut over devices and micro-batches.
+"""The `batch_sampler` that runs a plan on one rank, whatever its sizes.
 
 Promises:
-- accumulation is the fewest micro-batches that fit, whatever the policy;
-- no micro-batch exceeds the cap, and any two differ by at most one sample;
-- every answer but a divisor is a closed formula: the cost does not grow with the batch;
-- a divisor takes no more trials than half the cap, or half the root of the number where that is less.
+- every sample of the dataset once per epoch over all ranks (with `drop_last`, all but an incomplete micro-batch);
+- the same order for the same (seed, epoch) on every rank, so the ranks never share a sample;
+- every rank yields the same number of batches; an empty micro-batch repeats one sample at weight 0.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from batchwright.errors import InvalidInputError
-from batchwright.units import counted
+from batchwright.units import counted, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+
+# How the samples of one optimizer step are cut over devices and micro-batches.
+#
+# Promises:
+# - accumulation is the fewest micro-batches that fit, whatever the policy;
+# - no micro-batch exceeds the cap, and any two differ by at most one sample;
+# - every answer but a divisor is a closed formula: the cost does not grow with the batch;
+# - a divisor takes no more trials than half the cap, or half the root of the number where that is less.
 
 Policy = Literal["nearest", "at-least", "at-most", "exact"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -174,3 +183,124 @@ def choose_split(effective_batch: int, *, max_micro_batch: int, devices: int, po
         return Split(below * slots, accumulation, devices)
     rounds_up = remainder > 0 if policy == "at-least" else 2 * remainder >= slots
     return Split(max(1, below + rounds_up) * slots, accumulation, devices)
+
+
+# What one pass over the data costs: forwards, updates, and the window that is left over at the end.
+#
+# Promises:
+# - forwards are counted per device; ranks run the same number;
+# - with `drop_last` the incomplete micro-batch is dropped, and nothing else;
+# - an incomplete last window is run to its end and updates once, as Trainer, accelerate, Lightning and `Accumulator`
+#   do.
+
+
+@dataclass(frozen=True)
+class LastWindow:
+    """The incomplete window at the end of an epoch."""
+
+    samples: int
+    micro_batches: int
+    update: bool = True
+    """Always; files of earlier runs may say otherwise."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One pass over `samples`.
+
+    >>> from batchwright.planning.split import Split
+    >>> epoch = count_epoch(10_000, Split(samples=32, accumulation=2, devices=1), drop_last=True)
+    >>> epoch.forwards, epoch.updates, epoch.last_window
+    (625, 313, LastWindow(samples=16, micro_batches=1, update=True))
+    """
+
+    samples: int
+    forwards: int
+    updates: int
+    dropped: int
+    last_window: LastWindow | None
+
+
+def count_epoch(samples: int, split: Split, *, drop_last: bool) -> Epoch:
+    """Count the forwards per device and the updates of one epoch."""
+    windows, rest = divmod(samples, split.samples)
+    if drop_last:
+        # The most micro-batches, whole on every device, that the rest fills: found by halving, not by stepping.
+        whole = bisect_right(range(1, split.accumulation + 1), rest, key=split.samples_in_first) if rest else 0
+        kept = split.samples_in_first(whole)
+    else:
+        kept, whole = rest, -(-rest // (split.largest * split.devices))
+    if not kept:
+        return Epoch(samples, windows * split.accumulation, windows, rest, None)
+    forwards = windows * split.accumulation + whole
+    return Epoch(samples, forwards, windows + 1, rest - kept, LastWindow(kept, whole))
+
+
+@dataclass
+class PlanBatchSampler:
+    """Yields lists of sample numbers; hand it to `DataLoader(dataset, batch_sampler=...)`.
+
+    >>> sampler = PlanBatchSampler(Split(samples=4, accumulation=2, devices=1), rank=0, samples=6, shuffle=False)
+    >>> list(zip(sampler, sampler.weights()))
+    [([0, 1], 0.5), ([2, 3], 0.5), ([4, 5], 1.0)]
+    """
+
+    split: Split
+    rank: int
+    samples: int
+    drop_last: bool = False
+    seed: int = 0
+    shuffle: bool = True
+    epoch: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.split.devices:
+            raise InvalidInputError(
+                f"rank {self.rank} does not exist in a plan for {self.split.devices} devices; "
+                f"ranks run from 0 to {self.split.devices - 1}."
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order is yielded next, as torch's own distributed sampler does."""
+        self.epoch = whole_number(epoch, "epoch", least=0)
+
+    def windows(self) -> Iterator[Split]:
+        """Yield the split of each optimizer step in the epoch; only the last one may differ."""
+        epoch = count_epoch(self.samples, self.split, drop_last=self.drop_last)
+        last = epoch.last_window
+        for _ in range(epoch.updates - (last is not None)):
+            yield self.split
+        if last is not None:
+            yield Split(last.samples, last.micro_batches, self.split.devices)
+
+    def weights(self) -> Iterator[float]:
+        """Yield the weight of each batch, in step with it: its share of the samples of its optimizer step.
+
+        The weights of one step sum to one over all ranks. Where ranks average gradients (DDP), multiply by the
+        number of ranks.
+        """
+        for window in self.windows():
+            for size in window.micro_batches(self.rank):
+                yield size / window.samples
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._order()
+        start = 0
+        for window in self.windows():
+            at = start + window.rank_offset(self.rank)
+            for size in window.micro_batches(self.rank):
+                # A loader cannot collate an empty batch, and a rank that sits a pass out would hang the others.
+                yield [int(i) for i in order[at : at + size]] or [int(order[start])]
+                at += size
+            start += window.samples
+
+    def __len__(self) -> int:
+        return count_epoch(self.samples, self.split, drop_last=self.drop_last).forwards
+
+    def _order(self) -> Sequence[int]:
+        if not self.shuffle:
+            return range(self.samples)
+        # Imported here: planning itself needs no numpy, only running the plan does.
+        import numpy as np
+
+        return cast("Sequence[int]", np.random.default_rng([self.seed, self.epoch]).permutation(self.samples))

@@ -22,6 +22,7 @@ from batchwright.units import parse_whole_number, positive_seconds, shortened, w
 if TYPE_CHECKING:
     from batchwright.planning.split import Split
 
+
 _COEFFICIENTS = ("alpha", "beta", "sigma")
 # Simplest explanation first, so that a tie (one point only) goes to "time in proportion to samples".
 _SUBSETS = sorted(

@@ -1,11 +1,4 @@
-"""Ranks that do one thing together: they exchange JSON, and the first failure of any of them ends it for all.
-
-Promises:
-- a rank that raises, runs out of memory, hangs or dies ends the session on every rank, with the same error;
-- a rank that waits for one that does nothing waits `BATCHWRIGHT_RANK_TIMEOUT` seconds, and no longer;
-- one that is stuck in a collective is ended by its watching thread, as nothing else frees it: the process exits;
-- one rank prints; signal handlers are as they were afterwards; alone, a session does nothing at all.
-"""
+"""The process group that ranks train in, with a time limit of its own."""
 
 from __future__ import annotations
 
@@ -14,22 +7,40 @@ import json
 import os
 import shutil
 import socket
+import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from batchwright.catalogue.gpus import names_a_card
-from batchwright.errors import BatchwrightError
-from batchwright.ranks.failure import TERMINATED, RankFailure, failure_of, is_consequence
-from batchwright.ranks.meeting import Address, find_address, find_place
+from batchwright.catalogue.cards import names_a_card
+from batchwright.errors import BatchwrightError, RankFailedError, StepFailedError
+from batchwright.ranks.meeting import (
+    TERMINATED,
+    Address,
+    RankFailure,
+    failure_of,
+    find_address,
+    find_place,
+    is_consequence,
+)
 from batchwright.ranks.place import Place, rank_timeout
-from batchwright.ranks.watch import Watch
+from batchwright.ranks.watch import BUSY_FACTOR, Watch
 from batchwright.workload import Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+
+# Ranks that do one thing together: they exchange JSON, and the first failure of any of them ends it for all.
+#
+# Promises:
+# - a rank that raises, runs out of memory, hangs or dies ends the session on every rank, with the same error;
+# - a rank that waits for one that does nothing waits `BATCHWRIGHT_RANK_TIMEOUT` seconds, and no longer;
+# - one that is stuck in a collective is ended by its watching thread, as nothing else frees it: the process exits;
+# - one rank prints; signal handlers are as they were afterwards; alone, a session does nothing at all.
 
 _Takes = ParamSpec("_Takes")
 _Gives = TypeVar("_Gives")
@@ -349,3 +360,52 @@ def _running(session: Session) -> Iterator[None]:
         # The watch goes first: it must not ask a store that is gone.
         watch.stop()
         session.leave(failed=failed)
+
+
+@contextmanager
+def process_group(on: str) -> Iterator[str]:
+    """Join the other ranks under torchrun, and yield this rank's device; alone, or inside a group, do nothing.
+
+    >>> with process_group("cpu") as device:
+    ...     device
+    'cpu'
+    """
+    import torch.distributed as dist
+
+    with together() as ranks:
+        if ranks.is_alone or dist.is_initialized():
+            yield on
+            return
+        hook_before = sys.excepthook  # torch puts the rank before every later traceback
+        prefix = ranks.new_group_prefix()
+        join_group(ranks, ranks.store, prefix)
+        try:
+            yield on if on == "cpu" or ":" in on else f"{on}:{ranks.place.local_rank}"
+            dist.barrier()
+        except BaseException as error:
+            # What all ranks refuse alike is no reason to end them. Else the others lose their peer with the group, and
+            # must know why before it goes.
+            is_refusal = isinstance(error, BatchwrightError) and not isinstance(
+                error, StepFailedError | RankFailedError
+            )
+            raised = error if is_refusal and ranks.all_come_to(f"{prefix}/refused") else ranks.fail(error)
+            if raised is error:
+                raise
+            raise raised from error
+        finally:
+            dist.destroy_process_group()
+            sys.excepthook = hook_before
+
+
+def join_group(ranks: Session, store: Any, prefix: str) -> None:
+    """Make the default process group of a session's ranks."""
+    from torch.distributed import PrefixStore, init_process_group  # type: ignore[attr-defined]
+
+    init_process_group(
+        store=PrefixStore(prefix, store),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        # The watch judges earlier, and knows who is late; this is for a rank whose watch is dead.
+        timeout=timedelta(seconds=(BUSY_FACTOR + 1) * ranks.limit_seconds),
+        # gloo for what lives on the CPU, the accelerator's own for the rest: torch picks by device.
+    )

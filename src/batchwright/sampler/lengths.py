@@ -17,12 +17,13 @@ import numpy as np
 
 from batchwright.errors import InvalidInputError
 from batchwright.units import counted, shortened
-from batchwright.users_files import MOST_BYTES, check_place, read_bytes, replace_file
+from batchwright.user_files import MOST_BYTES, check_place, read_bytes, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy.typing as npt
+
 
 # Longer ones would not leave room for the index of a sample beside them in one sort key.
 LARGEST_LENGTH = 2**31 - 1

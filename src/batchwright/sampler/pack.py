@@ -87,7 +87,7 @@ class Packing:
         return f"{samples} in {rows} of {self.max_tokens:,} tokens, {100 * self.waste:.1f} % left empty"
 
     def _repr_html_(self) -> str:
-        from batchwright.report.html import text_to_html
+        from batchwright.report.display import text_to_html
 
         return text_to_html(str(self))
 

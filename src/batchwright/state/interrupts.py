@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _HERE = os.path.dirname(__file__)
 # Files of which nothing may be cut short: this folder puts things back, and the simulated device answers torch's own

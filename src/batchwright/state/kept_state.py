@@ -33,9 +33,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from batchwright.errors import InvalidInputError
-from batchwright.state.held_objects import reach_of
-from batchwright.state.kept_tensor import KeptTensor, Spans, loaded_again, num_bytes_of, turn_into
-from batchwright.state.kinds import (
+from batchwright.state.held_objects import (
     CONTAINERS,
     MOST_ENTRIES,
     UNCHANGING,
@@ -46,9 +44,11 @@ from batchwright.state.kinds import (
     is_users_function,
     is_users_object,
     is_walked,
+    reach_of,
     slots_of,
 )
-from batchwright.state.random_state import put_back_of_generator, random_sources
+from batchwright.state.kept_tensor import KeptTensor, Spans, loaded_again, num_bytes_of, turn_into
+from batchwright.state.process_state import put_back_of_generator, random_sources
 from batchwright.units import counted, format_bytes, shortened
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from types import CellType
 
     from batchwright.state.held_objects import Reach
+
 
 # What functions hold besides models and optimizers may be a whole dataset.
 _MOST_HELD_BYTES, _MOST_VALUES = 256 * 2**20, 200_000

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Bytes that are kept already, by storage, first byte and length. The tensor keeps the storage alive: its address is
 # unique only as long as it is.

@@ -35,6 +35,7 @@ from batchwright.workload import Workload
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+
 Question = TypeVar("Question", bound="Callable[..., Any]")
 # What a workload's functions are called for on the host, where no tensor is fake even under a trace.
 _RUN_FOR_REAL = ("data", "batch", "collate", "units", "split")

@@ -1,29 +1,204 @@
-"""The recommendation: micro-batch, accumulation, effective batch, learning rate, and what would change them.
-
-Pure arithmetic over what a run has measured.
-
-Promises:
-- an effective batch that was asked for is kept, as nearly as equal micro-batches allow, and a better one is said;
-- without a critical batch or without times nothing is made up: what is missing, and what stands in for it, is told;
-- every answer says what it rests on, and the range that is as good.
-"""
+"""The last two sections of a run: the plan and the recommendation, from what the others hold."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from batchwright.errors import BatchwrightError, NotExpressibleError
 from batchwright.noise.critical_batch import figure
+from batchwright.noise.efficiency import steps_over_minimum
+from batchwright.noise.learning_rate_change import learning_rate_change
+from batchwright.planning.dialects import FRAMEWORKS
 from batchwright.planning.plan import plan
-from batchwright.tuning.time_by_batch import TimeByBatch
+from batchwright.tuning.run_file import Known, critical_from, is_done
 from batchwright.units import counted
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from batchwright.noise.critical_batch import CriticalBatch
     from batchwright.planning.plan import Plan
-    from batchwright.tuning.known import Known
-    from batchwright.tuning.other_setups import Change
+    from batchwright.planning.times import TimeModel
+    from batchwright.tuning.request import Ask
+
+
+# How long any effective batch takes to a loss, in whole passes of what fits: one curve behind every answer.
+#
+# The time is steps x seconds: (1 + Bc/B) of the least steps, each of as many passes as the batch needs on one device.
+
+_AS_GOOD = 1.05
+
+
+@dataclass(frozen=True)
+class TimeByBatch:
+    """The curve for one critical batch, one limit and so many devices.
+
+    >>> from batchwright.planning.times import fit_times
+    >>> by_batch = TimeByBatch(100.0, fit_times({4: 0.014, 8: 0.018}), devices=1, largest=64)
+    >>> by_batch.soonest, by_batch.as_good, round(by_batch.over_soonest(65), 2)
+    (32, (19, 53), 1.25)
+    """
+
+    critical: float
+    times: TimeModel
+    devices: int
+    largest: int
+    """The largest micro-batch that fits."""
+    samples: int | None = None
+    """No batch is larger than the data."""
+
+    def at(self, batch: int) -> float:
+        """Return the time to the loss, in seconds for each of the least steps."""
+        each = -(-batch // self.devices)
+        passes = -(-each // self.largest)
+        seconds = passes * self.times.alpha + each * self.times.beta + self.times.sigma
+        return steps_over_minimum(batch, self.critical) * seconds
+
+    def over_soonest(self, batch: int) -> float:
+        """Return the time at a batch over that at the best."""
+        return self.at(batch) / self.at(self.soonest)
+
+    @cached_property
+    def soonest(self) -> int:
+        """The batch that gets there first."""
+        return min(self._candidates(), key=lambda batch: (self.at(batch), batch))
+
+    @cached_property
+    def as_good(self) -> tuple[int, int]:
+        """The batches around the best that take at most 5 % longer."""
+        best = self.soonest
+        limit, low, high = _AS_GOOD * self.at(best), best, best
+        while low > 1 and self.at(low - 1) <= limit:
+            low -= 1
+        while high < self._most and self.at(high + 1) <= limit:
+            high += 1
+        return low, high
+
+    @property
+    def _most(self) -> int:
+        return max(self.samples or 2**31, 1)
+
+    def _candidates(self) -> set[int]:
+        """Within so many passes the curve has one least point: that, or the end of the passes; all ranks full."""
+        found = {self._most} if self.samples else set()
+        most = max(self._most // self.devices, 1)
+        # Beyond this many samples on a device whole passes only get slower.
+        slope = self.times.alpha / self.largest + self.times.beta
+        turn = math.sqrt(self.critical * self.times.sigma / (slope * self.devices)) if slope else 0.0
+        for passes in range(1, min(math.ceil(turn / self.largest) + 2, 10_000) + 1):
+            fixed, end = passes * self.times.alpha + self.times.sigma, min(passes * self.largest, most)
+            free = math.sqrt(self.critical * fixed / (self.times.beta * self.devices)) if self.times.beta else math.inf
+            each = min(free, end)
+            found |= {max(size, 1) * self.devices for size in (math.floor(each), math.ceil(each), end)}
+        return {min(batch, self._most) for batch in found}
+
+
+# What would change the answer: twice the memory, twice the devices, checkpointing.
+#
+# Each is the recommendation made again with another limit: what fits follows from bytes per sample, how long it takes
+# from the time model and the critical batch.
+
+# A forward again, where forward and backward are three forwards.
+_RECOMPUTING = 4 / 3
+# What a model takes whatever the batch.
+_FIXED_PARTS = ("weights", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What another set-up would give."""
+
+    change: str
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    effective_batch: int | None = None
+    time_ratio: float | None = None
+    """Time to the loss over that of the recommendation."""
+    source: str = "predicted"
+    note: str = ""
+
+
+def what_would_change(known: Known, choice: Choice, *, keeps_batch: bool) -> tuple[Change, ...]:
+    """Say what each would give; `keeps_batch` where an effective batch was asked for."""
+    limit, fit = known.memory_line, choice.plan.max_micro_batch
+    found = []
+    if known.is_at_limit:
+        found.append(Change("twice the memory", note=f"would change nothing: {known.why_no_larger}"))
+    elif limit is None:
+        found.append(Change("twice the memory", note="needs a limit, and what a sample takes: a fit, or the trace"))
+    else:
+        size = limit.largest(2 * limit.limit_bytes)
+        note = f"micro-batch {size:,} would fit" + (", and larger ones were not asked for" * (size >= limit.limit))
+        found.append(_made(known, choice, "twice the memory", note, largest=size, keeps_batch=keeps_batch))
+    if known.times is None or choice.by_batch is None:
+        found.append(Change("twice the devices", note="needs the critical batch and the time of a step"))
+    else:
+        note = "without what devices take to talk to each other"
+        change = "twice the devices"
+        found.append(_made(known, choice, change, note, largest=fit, times_devices=2, keeps_batch=keeps_batch))
+    found.append(_checkpointing(known, choice, keeps_batch=keeps_batch))
+    return tuple(found)
+
+
+def _made(
+    known: Known,
+    choice: Choice,
+    change: str,
+    note: str,
+    *,
+    largest: int,
+    keeps_batch: bool,
+    times_devices: int = 1,
+    slower: float = 1.0,
+) -> Change:
+    devices, now, times = choice.plan.devices * times_devices, choice.by_batch, known.times
+    if times is not None:
+        times = replace(times, alpha=times.alpha * slower, beta=times.beta * slower)
+    then = None
+    if now is not None and times is not None:
+        then = replace(now, times=times, devices=devices, largest=largest)
+    if keeps_batch:
+        wanted = choice.plan.effective_batch
+    elif then is not None:
+        wanted = then.soonest
+    else:
+        wanted = min(largest * devices, known.samples or largest * devices)  # as the recommendation itself
+    made = plan(wanted, micro_batch=largest, devices=devices, samples=known.samples, times=times)
+    ratio = None
+    if now is not None and then is not None:
+        ratio = then.at(made.effective_batch) / now.at(choice.plan.effective_batch)
+    return Change(change, made.micro_batch, made.accumulation, made.effective_batch, ratio, "predicted", note)
+
+
+def _checkpointing(known: Known, choice: Choice, *, keeps_batch: bool) -> Change:
+    change, found, line = "activation checkpointing", known.section("estimate") or {}, known.memory_line
+    traced = next((saving for saving in found.get("what_if", ()) if saving["change"] == change), None)
+    if traced is None or not traced["peak_bytes"]:
+        return Change(change, note=(traced or {}).get("note") or "was not traced")
+    peak, at, whole = traced["peak_bytes"], found["micro_batch"], found["peak_bytes"]["allocated"]
+    note = f"the peak at micro-batch {at:,} falls to {100 * peak / whole:.0f} %; recomputing taken as a third longer"
+    if line is None:
+        return Change(change, note=note)
+    fixed = sum(found["parts"][name] or 0 for name in _FIXED_PARTS)
+    share = max(peak - fixed, 0) / max(whole - fixed, 1)
+    size = replace(line, bytes_per_sample=line.bytes_per_sample * share).largest(line.limit_bytes)
+    note = f"micro-batch {size:,} would fit: {note}"
+    return _made(known, choice, change, note, largest=size, slower=_RECOMPUTING, keeps_batch=keeps_batch)
+
+
+# The recommendation: micro-batch, accumulation, effective batch, learning rate, and what would change them.
+#
+# Pure arithmetic over what a run has measured.
+#
+# Promises:
+# - an effective batch that was asked for is kept, as nearly as equal micro-batches allow, and a better one is said;
+# - without a critical batch or without times nothing is made up: what is missing, and what stands in for it, is told;
+# - every answer says what it rests on, and the range that is as good.
 
 # The curve of the report goes so many doublings to either side of the answer.
 _DOUBLINGS = 4
@@ -177,3 +352,171 @@ def curve(choice: Choice) -> tuple[dict[str, Any], ...]:
         ratios = [each.over_soonest(size) for each in (by_batch, *ends)]
         rows.append({"effective_batch": size, "ratio": ratios[0], "low": min(ratios), "high": max(ratios)})
     return tuple(rows)
+
+
+# The learning rate that goes with the recommended batch: tuned by branches where there are any, else by a rule.
+
+# Branches try factors of 2, so the best rate lies within half of one.
+_HALF_OF_A_FACTOR = math.sqrt(2)
+
+
+def learning_rate(known: Known, choice: Choice) -> dict[str, Any] | None:
+    """Return the learning rate for the recommended batch, beside the workload's own; None where nothing tells it."""
+    about = known.section("workload") or {}
+    rate = about.get("learning_rate")
+    if rate is None:
+        return None
+    return _by_branches(known, choice, rate) or _by_rule(known, choice, rate, about["optimizer"])
+
+
+def _by_branches(known: Known, choice: Choice, rate: float) -> dict[str, Any] | None:
+    branches = (known.section("branches") or {}).get("branches", ())
+    tuned = {
+        branch["batch"]: branch["learning_rate_factor"]
+        for branch in branches
+        if branch["mean_steps"] is not None and branch["learning_rate_factor"]
+    }
+    if not tuned:
+        return None
+    batch = choice.plan.effective_batch
+    outside = batch < min(tuned) or batch > max(tuned)
+    factor = _on_line(tuned, min(max(batch, min(tuned)), max(tuned)))
+    told = ", ".join(f"{rate * each:.3g} at batch {size:,}" for size, each in tuned.items())
+    return {
+        "source": "measured",
+        "now": rate,
+        "at_batch": None,
+        "factor": factor,
+        "recommended": rate * factor,
+        "low": rate * factor / _HALF_OF_A_FACTOR,
+        "high": rate * factor * _HALF_OF_A_FACTOR,
+        "rule": f"tuned by factors of 2 in short branches: {told}"
+        + (f"; batch {batch:,} is outside, and takes the end of their line" if outside else "; on their line"),
+    }
+
+
+def _on_line(tuned: dict[int, float], batch: float) -> float:
+    """Return the factor at a batch on the power law through those tuned, between constant and proportional.
+
+    Each was found to a factor of 2, on one seed: all of them together tell more than the two beside the batch.
+
+    >>> round(_on_line({16: 1.0, 64: 2.0}, 32), 3), round(_on_line({16: 2.0, 64: 1.0}, 64), 3)
+    (1.414, 1.414)
+    """
+    sizes, factors = np.log(list(tuned)), np.log(list(tuned.values()))
+    spread = float(np.square(sizes - sizes.mean()).sum())
+    slope = float(((sizes - sizes.mean()) * factors).sum()) / spread if spread else 0.0
+    return math.exp(factors.mean() + min(max(slope, 0.0), 1.0) * (math.log(batch) - sizes.mean()))
+
+
+def _by_rule(known: Known, choice: Choice, rate: float, optimizer: str | None) -> dict[str, Any] | None:
+    noise = known.section("noise")
+    if optimizer is None or noise is None or choice.critical is None:
+        return None
+    tuned_at = noise["effective_batch"]
+    change = learning_rate_change(optimizer, tuned_at, choice.plan.effective_batch, choice.critical, learning_rate=rate)
+    if change.factor is None:
+        return None
+    return {
+        "source": "formula",
+        "now": rate,
+        "at_batch": tuned_at,
+        "factor": change.factor.value,
+        "recommended": rate * change.factor.value,
+        "low": rate * change.factor.low,
+        "high": rate * change.factor.high,
+        "rule": change.reason,
+    }
+
+
+# Beyond it a line is a rough picture of the step times.
+_POOR = 0.15
+
+
+def advise_run(run: dict[str, Any], ask: Ask) -> None:
+    """Write the plan and the recommendation into a run."""
+    known = Known(run)
+    if known.nothing_fits or (known.micro_batch is None and known.times is None):
+        reason = run["fit"]["skipped"] if known.nothing_fits else "neither what fits nor how long a step takes is known"
+        run["plan"] = run["recommendation"] = {"skipped": reason}
+        return
+    critical, origin, note = _critical(run, known)
+    try:
+        choice = choose(
+            known,
+            devices=ask.devices,
+            effective_batch=ask.effective_batch,
+            critical=critical,
+            critical_from=origin,
+        )
+    except BatchwrightError as error:
+        run["plan"] = run["recommendation"] = {"skipped": f"failed: {error}"}
+        return
+    rate = learning_rate(known, choice)
+    advised = Advised(
+        name=run["workload"]["name"],
+        on=ask.on,
+        choice=choice,
+        learning_rate=rate,
+        seconds_per_step=known.step_seconds(choice.plan),
+        time_to_target=curve(choice),
+        changes=what_would_change(known, choice, keeps_batch=ask.effective_batch is not None),
+        configs=dict(_configs(choice.plan, None if rate is None else rate["recommended"])),
+        notes=tuple(text for text in (note, _no_rate(known, rate), _poor_line(known)) if text),
+    )
+    run["plan"], run["recommendation"] = choice.plan.to_dict(), advised.to_dict()
+
+
+def _critical(run: dict[str, Any], known: Known) -> tuple[CriticalBatch | None, str | None, str]:
+    """Return the critical batch, what it rests on, and what has to be said about it."""
+    branches, scale = run["branches"], known.noise_scale
+    measured = critical_from(branches["critical_batch"]) if is_done(branches) else None
+    if measured is not None:
+        if measured.resolved or scale is None:
+            return measured, "branches", ""
+        ratio = branches["ratio"]
+        if ratio:
+            # Few seeds give a ratio without an interval; a noise scale that was averaged for longer has one.
+            times = f"{ratio:.2g} times the noise scale"
+            note = f"branches say that the critical batch is {times}; the interval is the latter's"
+            scaled = replace(scale, value=scale.value * ratio, low=scale.low * ratio, high=scale.high * ratio)
+            return scaled, "branches", note
+        # Branches without an upper end are a lower bound: they rule out a noise scale below it, and nothing else.
+        bound, in_samples = measured.low, scale.in_samples() or scale
+        if bound > 0 and not in_samples.value >= bound:
+            return measured, "branches", ""
+        note = (
+            f"branches found no upper end of the critical batch, so the noise scale, {in_samples}, stands in "
+            "for it: more seeds and larger branches measure it"
+        )
+        return scale, "noise scale", note
+    if scale is None:
+        return None, None, ""
+    note = (
+        "the noise scale stands in for the critical batch, which was 2 to 5 times as large on two tasks under AdamW "
+        "and momentum: --branches measures it on this one"
+    )
+    return scale, "noise scale", note
+
+
+def _no_rate(known: Known, rate: dict[str, Any] | None) -> str:
+    about = known.section("workload") or {}
+    if rate is not None or about.get("optimizer") is None:
+        return ""
+    why = "groups of parameters have different ones" if about.get("learning_rate") is None else "nothing tells it"
+    return f"the learning rate is left as it is: {why}"
+
+
+def _poor_line(known: Known) -> str:
+    error = None if known.times is None else known.times.largest_error
+    if error is None or error < _POOR:
+        return ""
+    return f"the line through the step times misses one by {100 * error:.0f} %: treat times between sizes as rough"
+
+
+def _configs(plan: Plan, rate: float | None) -> Iterable[tuple[str, str]]:
+    for name in FRAMEWORKS:
+        try:
+            yield name, plan.snippet(name, learning_rate=rate)
+        except NotExpressibleError as error:
+            yield name, f"# {error.problem}"

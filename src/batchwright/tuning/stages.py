@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from batchwright.accumulate.audit import audit_workload
+from batchwright.auditing.audit import audit_workload
 from batchwright.device.step import build_optimizers
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.fitting.fit import fit
 from batchwright.memory.estimate import estimate
-from batchwright.memory.fake_model import build_skeleton
 from batchwright.noise.branches import measure_critical_batch
-from batchwright.noise.noise_run import measure_noise
-from batchwright.noise.training import fitting_split
+from batchwright.noise.noise_run import fitting_split, measure_noise
 from batchwright.state.untouched import untouched
+from batchwright.trace.fake_model import build_skeleton
 from batchwright.tuning.throughput import measure_throughput
 
 if TYPE_CHECKING:
@@ -30,11 +29,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from batchwright.tuning.ask import Ask
-    from batchwright.tuning.known import Known
+    from batchwright.tuning.request import Ask
+    from batchwright.tuning.run_file import Known
     from batchwright.workload import Workload
 
     Say = Callable[[str], None]
+
 
 # At most so many sizes are timed, from a small one up to the largest: the answer may be far below what fits.
 _TIMED_SIZES, _SMALL = 6, 8

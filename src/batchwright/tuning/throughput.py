@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from batchwright.device.batches import make_batch
 from batchwright.device.device import open_device
 from batchwright.device.out_of_memory import is_too_small
-from batchwright.device.step_checks import checked_loss, needing_larger_micro_batches
+from batchwright.device.step import checked_loss, needing_larger_micro_batches
 from batchwright.errors import InvalidInputError
-from batchwright.fitting.result import NEAR_BEST
-from batchwright.noise.training import Trained, training
+from batchwright.fitting.fit_result import NEAR_BEST
+from batchwright.noise.noise_run import Trained, training
 from batchwright.planning.times import TimedPoint, TimeModel, fit_times
 from batchwright.units import whole_number
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from batchwright.workload import Workload
+
 
 # Of a clock that repeats; beyond it differences between sizes may be the machine's.
 _NOISY = 0.1

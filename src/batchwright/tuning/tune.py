@@ -12,29 +12,70 @@ from __future__ import annotations
 
 import datetime
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchwright.device.device import default_device, open_device
 from batchwright.errors import BatchwrightError, InvalidInputError, RankFailedError, StepFailedError
 from batchwright.memory.on_card import card_named
-from batchwright.ranks.failure import is_out_of_memory
-from batchwright.ranks.process_group import process_group
-from batchwright.ranks.session import Session, together
-from batchwright.targets import load_workload
+from batchwright.printed_result import PrintedResult
+from batchwright.ranks.meeting import is_out_of_memory
+from batchwright.ranks.session import Session, process_group, together
+from batchwright.targets import is_from_users_code, load_workload, users_traceback_text
 from batchwright.tuning import stages
-from batchwright.tuning.advise_run import advise_run
-from batchwright.tuning.ask import STAGES, Ask
-from batchwright.tuning.known import Known
-from batchwright.tuning.result import Tuned
-from batchwright.tuning.run_file import is_done, new_run, read_run_to_resume, write_run
-from batchwright.users_code import is_from_users_code, users_traceback_text
+from batchwright.tuning.recommendation import advise_run
+from batchwright.tuning.request import STAGES, Ask
+from batchwright.tuning.run_file import Known, is_done, new_run, read_run_to_resume, write_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rich.console import RenderableType
+
     from batchwright.workload import Workload
+
+
+# `Tuned`: a whole run, and the recommendation it ends in.
+
+
+@dataclass(frozen=True, repr=False)
+class Tuned(PrintedResult):
+    """Everything that was measured, by section, and what follows from it."""
+
+    in_repr = ("finished", "micro_batch", "accumulation", "effective_batch", "file")
+
+    run: dict[str, Any]
+    file: Path | None = field(default=None, compare=False)
+    """Where the run is written; None where it is not, or could not be."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether every stage was reached."""
+        return bool(self.run["finished"])
+
+    def __getattr__(self, name: str) -> Any:
+        # What the recommendation says: micro_batch, accumulation, effective_batch, devices, learning_rate, ...
+        advised = self.__dict__["run"]["recommendation"] if "run" in self.__dict__ else {}
+        if name.startswith("_") or name not in advised:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return advised[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the run as plain data, the same as `batchwright tune --json` prints and as its file holds."""
+        return self.run
+
+    def __rich__(self) -> RenderableType:
+        from batchwright.report.text.tune_text import draw_tuned
+
+        return draw_tuned(self)
+
+    def _repr_html_(self) -> str:
+        from batchwright.report.display import table_to_html
+        from batchwright.report.text.tune_text import summarize_tuned, tuned_columns, tuned_remarks
+
+        return table_to_html(summarize_tuned(self), tuned_columns(self), tuned_remarks(self))
+
 
 _RUNS: dict[str, Callable[..., dict[str, Any]]] = {
     "fit": stages.find_fit,

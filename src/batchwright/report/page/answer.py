@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from batchwright.report.page import figures
 from batchwright.report.page.markup import Html, element, figure_with, joined, mark, missing
-from batchwright.report.page.reading import Data, mapping_in, number_in, rows_in, section_of, text_in, why_missing
-from batchwright.report.page.series import good_range
+from batchwright.report.page.run_reading import (
+    Data,
+    good_range,
+    mapping_in,
+    number_in,
+    rows_in,
+    section_of,
+    text_in,
+    why_missing,
+)
 from batchwright.units import counted
 
 

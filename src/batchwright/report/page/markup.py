@@ -15,6 +15,7 @@ from batchwright.report.page.figures import UNKNOWN
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+
 MARKS = {
     "measured": "it ran, and was measured",
     "predicted": "traced or modelled before running",

@@ -10,25 +10,370 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
+from functools import cache
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from batchwright.report.page import figures
 from batchwright.report.page.answer import draw_answer, subtitle
-from batchwright.report.page.audit_section import draw_audit
-from batchwright.report.page.changes_section import draw_changes
-from batchwright.report.page.config_section import SCRIPT, draw_configs
-from batchwright.report.page.critical_section import draw_critical
-from batchwright.report.page.fit_section import draw_fit
-from batchwright.report.page.markup import breakable, element, html, joined
-from batchwright.report.page.memory_section import draw_memory
-from batchwright.report.page.plan_section import draw_plan
-from batchwright.report.page.reading import section_of, text_in
-from batchwright.report.page.rests_section import draw_footer, draw_rests
-from batchwright.report.page.speed_section import draw_speed
-from batchwright.report.page.style import style_sheet
-from batchwright.report.page.time_section import draw_time
+from batchwright.report.page.markup import (
+    MARKS,
+    Html,
+    breakable,
+    element,
+    figure_with,
+    html,
+    joined,
+    mark,
+    missing,
+    remarks,
+    section,
+    table,
+)
+from batchwright.report.page.memory_sections import draw_fit, draw_memory
+from batchwright.report.page.run_reading import (
+    Data,
+    mapping_in,
+    number_in,
+    rows_in,
+    section_of,
+    text_in,
+    texts_in,
+    why_missing,
+)
+from batchwright.report.page.time_sections import draw_critical, draw_speed, draw_time
 
 if TYPE_CHECKING:
-    from batchwright.report.page.reading import Data
+    from batchwright.report.page.run_reading import Data
+
+
+# The page's style sheet, which is put into the page.
+
+
+@cache
+def style_sheet() -> str:
+    """Return page.css without its comments.
+
+    >>> "/*" in style_sheet(), "prefers-color-scheme: dark" in style_sheet()
+    (False, True)
+    """
+    text = files("batchwright.report.page").joinpath("page.css").read_text(encoding="utf-8")
+    return re.sub(r"/\*.*?\*/\s*", "", text, flags=re.DOTALL).strip()
+
+
+# What to paste: the settings in each framework's own words, with a button that copies them.
+
+_CONFIG_HEADING = "What to paste"
+
+# All the script there is. Without it, or where a browser keeps the clipboard from files, the text can be selected.
+SCRIPT = """
+for (const button of document.querySelectorAll("button.copy")) {
+  const text = button.parentElement.querySelector("pre");
+  button.hidden = false;
+  button.addEventListener("click", async () => {
+    let copied = false;
+    try {
+      await navigator.clipboard.writeText(text.textContent);
+      copied = true;
+    } catch {
+      const range = document.createRange();
+      range.selectNodeContents(text);
+      getSelection().removeAllRanges();
+      getSelection().addRange(range);
+      copied = document.execCommand("copy");
+    }
+    button.firstChild.textContent = copied ? "Copied" : "Selected: press Ctrl+C";
+    setTimeout(() => { button.firstChild.textContent = "Copy"; }, 2000);
+  });
+}
+""".strip()
+
+
+def draw_configs(run: Data) -> Html:
+    """Return the section."""
+    found = section_of(run, "recommendation")
+    texts = {name: text_in(found, "configs", name) for name in mapping_in(found, "configs")}
+    texts = {name: text for name, text in texts.items() if text}
+    if not texts:
+        reason = "nothing was recommended" if found is not None else why_missing(run, "recommendation")
+        return section("config", _CONFIG_HEADING, missing(reason))
+    return section(
+        "config", _CONFIG_HEADING, *(_one(name, text, number == 0) for number, (name, text) in enumerate(texts.items()))
+    )
+
+
+def _one(name: str, text: str, is_first: bool) -> Html:
+    # Out of sight until the script runs; the rest of its name is for those who hear it.
+    words = joined([element("span", "Copy"), element("span", f" the settings for {name}", class_="unseen")])
+    button = Html(f'<button type="button" class="copy" hidden>{words}</button>')
+    code = element("pre", element("code", text), tabindex="0", role="region", aria_label=f"Settings for {name}")
+    inside = joined([element("summary", name), element("div", button, code, class_="paste")])
+    return Html(f"<details{' open' if is_first else ''}>{inside}</details>")
+
+
+# What this rests on: reasons, assumptions, what is missing, and what the marks mean.
+
+_RESTS_HEADING = "What this rests on"
+# As a person calls them; the order in which a run is made.
+STAGES = {
+    "workload": "what was tuned",
+    "estimate": "the predicted memory",
+    "fit": "the largest micro-batch",
+    "throughput": "the throughput",
+    "audit": "the audit of accumulation",
+    "noise": "the critical batch",
+    "branches": "short branches",
+    "plan": "the plan",
+    "recommendation": "the recommendation",
+}
+
+
+def draw_rests(run: Data) -> Html:
+    """Return the section."""
+    found = section_of(run, "recommendation")
+    # Branches are trained only where asked for, so a file may say nothing of them.
+    asked = [name for name in STAGES if name != "branches" or name in run]
+    gone = [f"{STAGES[name]}: {why_missing(run, name)}" for name in asked if section_of(run, name) is None]
+    rule = text_in(found, "learning_rate", "rule")
+    lists = (
+        ("Why", texts_in(found, "reasons")),
+        ("Taken for granted", texts_in(found, "assumes")),
+        ("The learning rate", [rule] if rule else []),
+        ("Not in this run", gone),
+        ("To know", texts_in(found, "notes")),
+    )
+    pieces = [joined([element("h3", title), remarks(lines)]) for title, lines in lists if lines]
+    return section("rests", _RESTS_HEADING, *pieces, _marks())
+
+
+def _marks() -> Html:
+    rows = (element("div", element("dt", mark(name)), element("dd", words)) for name, words in MARKS.items())
+    return joined([element("h3", "The marks"), element("dl", *rows, class_="marks")])
+
+
+def draw_footer(run: Data) -> Html:
+    """Return the last lines: versions, date, how long it took, and the command."""
+    work = section_of(run, "workload")
+    versions = [
+        f"{name} {version}"
+        for name, key in (("batchwright", "batchwright"), ("PyTorch", "torch"), ("Python", "python"))
+        if (version := text_in(work, key))
+    ]
+    took = [number_in(work, "seconds", stage) for stage in mapping_in(work, "seconds")]
+    in_all = sum(each for each in took if each is not None)
+    first = [*versions, figures.date(text_in(run, "created")), f"took {figures.seconds(in_all)}" if in_all else ""]
+    target = text_in(work, "target")
+    command = text_in(run, "command") or text_in(work, "command") or (f"batchwright tune {target}" if target else "")
+    return element(
+        "footer",
+        element("p", " \N{MIDDLE DOT} ".join(part for part in first if part)),
+        element("p", element("code", command)) if command else Html(""),
+    )
+
+
+# Is accumulation right: the audit's verdict, and each split it compared.
+
+_AUDIT_HEADING = "Is accumulation right?"
+_VERDICTS: dict[bool | None, tuple[str, str, str]] = {
+    True: ("Yes.", "The accumulated gradient is that of the big batch", "good"),
+    False: ("No.", "The accumulated gradient is not that of the big batch", "bad"),
+    None: ("Not known.", "The audit came to no verdict", "open"),
+}
+
+
+def draw_audit(run: Data) -> Html:
+    """Return the section."""
+    found = section_of(run, "audit")
+    if found is None:
+        return section("audit", _AUDIT_HEADING, missing(why_missing(run, "audit")))
+    pieces: list[str] = [_verdict(found)]
+    for name, key in (("Why", "explanation"), ("What to do", "remedy")):
+        words = text_in(found, key)
+        if words:
+            pieces.append(element("p", element("b", f"{name}: "), words))
+    pieces += [_splits(found), remarks(texts_in(found, "notes"))]
+    return section("audit", _AUDIT_HEADING, *pieces)
+
+
+def _verdict(found: Data) -> Html:
+    exact, source = found.get("exact"), text_in(found, "source") or "measured"
+    word, told, style = _VERDICTS[exact if isinstance(exact, bool) else None]
+    compared = text_in(found, "compared_with") or "the big batch"
+    if exact is False and found.get("random") is True:
+        word, told, style = "Not known.", "The loss is random, and the accumulated gradient cannot be judged", "open"
+    elif exact is False and found.get("gradient_exact") is True:
+        told = f"The accumulated gradient is that of {compared}, but the loop is not right"
+    elif exact is True:
+        told = f"The accumulated gradient is that of {compared}"
+    error, dtype = number_in(found, "relative_error"), text_in(found, "dtype")
+    pieces: list[str] = [element("b", word, class_=f"verdict {style}"), " ", told]
+    if error is not None:
+        pieces += [
+            ": they differ by ",
+            figure_with(figures.small(error), source),
+            f" of its length{f' in {dtype}' if dtype else ''}",
+        ]
+    cause, what = text_in(found, "cause"), text_in(found, "what")
+    pieces.append(f". The cause is {cause}" if cause else "")
+    pieces.append(f". Looked at: {what}" if what else "")
+    return element("p", joined(pieces), ".", class_="lead")
+
+
+def _splits(found: Data) -> Html:
+    rows = rows_in(found, "splits")
+    if not rows:
+        return Html("")
+    verdicts = {True: "exact", False: "differs"}
+    shown = [
+        verdicts.get(exact, figures.UNKNOWN) if isinstance(exact := row.get("exact"), bool) else figures.UNKNOWN
+        for row in rows
+    ]
+    mine = mark(text_in(found, "source"))
+    names = [
+        joined([text_in(row, "split") or figures.UNKNOWN, element("span", text_in(row, "note"), class_="under")])
+        for row in rows
+    ]
+    columns: list[tuple[str, list[str]]] = [
+        ("split", list(names)),
+        ("verdict", shown),
+        (joined(["length over the big batch's ", mine]), [_ratio(number_in(row, "ratio")) for row in rows]),
+        (joined(["relative error ", mine]), [figures.small(number_in(row, "relative_error")) for row in rows]),
+    ]
+    return table(columns, label="Table of splits that were compared", words=2, stacks=True)
+
+
+def _ratio(value: float | None) -> str:
+    return figures.UNKNOWN if value is None else f"{value:.6f}"
+
+
+# What would change the answer: other hardware and other settings, and what the peak would become.
+
+_CHANGES_HEADING = "What would change the answer"
+
+
+def draw_changes(run: Data) -> Html:
+    """Return the section."""
+    rows = rows_in(section_of(run, "recommendation"), "changes")
+    savings = [row for row in rows_in(section_of(run, "estimate"), "what_if") if text_in(row, "change")]
+    if not rows and not savings:
+        known = section_of(run, "recommendation") is not None
+        reason = "no other set-up was looked at" if known else why_missing(run, "recommendation")
+        return section("changes", _CHANGES_HEADING, missing(reason))
+    return section("changes", _CHANGES_HEADING, _changes(rows), _savings(savings, run))
+
+
+def _changes(rows: list[Data]) -> Html:
+    if not rows:
+        return Html("")
+    columns: list[tuple[str, list[str]]] = [("with", [_with_note(row) for row in rows])]
+    for name, key in (
+        (element("span", "micro-batch", class_="word"), "micro_batch"),
+        ("accumulation", "accumulation"),
+        ("effective batch", "effective_batch"),
+    ):
+        cells = [figures.count(number_in(row, key)) for row in rows]
+        columns += [(name, cells)] if any(cell != figures.UNKNOWN for cell in cells) else []
+    times = [number_in(row, "time_ratio") for row in rows]
+    if any(each is not None for each in times):
+        sign = "\N{MULTIPLICATION SIGN}"
+        columns.append(
+            ("time to the loss", [figures.UNKNOWN if t is None else f"{figures.ratio(t)}{sign}" for t in times])
+        )
+    return table(columns, label="Table of other set-ups", stacks=True)
+
+
+def _with_note(row: Data) -> Html:
+    note = text_in(row, "note")
+    known = any(number_in(row, key) is not None for key in ("micro_batch", "effective_batch", "time_ratio"))
+    return joined(
+        [
+            text_in(row, "change") or figures.UNKNOWN,
+            " ",
+            mark(text_in(row, "source")) if known or any(map(str.isdigit, note)) else "",
+            element("span", note, class_="under") if note else "",
+        ]
+    )
+
+
+def _savings(savings: list[Data], run: Data) -> Html:
+    if not savings:
+        return Html("")
+    found = section_of(run, "estimate")
+    size = number_in(found, "micro_batch")
+    where = "" if size is None else f" at micro-batch {figures.count(size)}"
+    names = [joined([text_in(row, "change"), element("span", text_in(row, "note"), class_="under")]) for row in savings]
+    peaks = [figures.memory(number_in(row, "peak_bytes")) for row in savings]
+    now = number_in(found, "peak_bytes", "allocated")
+    title = element("h3", f"What each would leave of the allocated peak{where} ", mark(text_in(found, "source")))
+    columns = [("with", ["as it is", *names]), ("peak", [figures.memory(now), *peaks])]
+    return joined([title, table(columns, label="Table of peaks under each change", style="first-chosen")])
+
+
+# Every way to split the batch: the table of the plan.
+
+_PLAN_HEADING = "Every way to split it"
+
+
+def draw_plan(run: Data) -> Html:
+    """Return the section."""
+    found = section_of(run, "plan")
+    if found is None:
+        return section("plan", _PLAN_HEADING, missing(why_missing(run, "plan")))
+    reason = text_in(found, "reason")
+    lead = element("p", f"{reason[:1].upper()}{reason[1:].rstrip('.')}.", class_="lead") if reason else Html("")
+    rows = rows_in(found, "table")
+    shown = table(_columns(found, rows), label="Table of splits", words=0, style="first-chosen") if rows else Html("")
+    return section("plan", _PLAN_HEADING, lead, shown, _last_window(found), remarks(texts_in(found, "notes")))
+
+
+def _columns(found: Data, rows: list[Data]) -> list[tuple[str, list[str]]]:
+    source = text_in(found, "source") or "formula"
+    # A time by a fitted model is no measurement of that split.
+    timed = "predicted" if text_in(found, "time_model", "source") == "measured" else "formula"
+    columns = [
+        (element("span", "micro-batch", class_="word"), source, [_size(row) for row in rows]),
+        ("accumulation", source, [figures.count(number_in(row, "accumulation")) for row in rows]),
+        ("effective batch", source, [figures.count(number_in(row, "effective_batch")) for row in rows]),
+        ("forwards an epoch", source, [figures.count(number_in(row, "forwards_per_epoch")) for row in rows]),
+        ("updates an epoch", source, [figures.count(number_in(row, "updates_per_epoch")) for row in rows]),
+        ("time", timed, [f"{_tilde(row)}{_times(row, 'relative_time')}" for row in rows]),
+        ("activations", source, [_times(row, "relative_activations") for row in rows]),
+        ("peak", "formula", [figures.memory(number_in(row, "peak_bytes")) for row in rows]),
+    ]
+    known = [each for each in columns if any(cell != figures.UNKNOWN for cell in each[2])]
+    return [(joined([name, " ", mark(where)]), cells) for name, where, cells in known]
+
+
+def _size(row: Data) -> str:
+    size, least = number_in(row, "micro_batch"), number_in(row, "smallest_micro_batch")
+    uneven = "" if least in (None, size) else f"{figures.count(least)} to "
+    return f"{uneven}{figures.count(size)}"
+
+
+def _times(row: Data, key: str) -> str:
+    value = number_in(row, key)
+    return figures.UNKNOWN if value is None else f"{figures.ratio(value)}\N{MULTIPLICATION SIGN}"
+
+
+def _tilde(row: Data) -> str:
+    return "~" if row.get("is_extrapolated") is True else ""
+
+
+def _last_window(found: Data) -> Html:
+    """Say what an epoch is made of; the samples that do not fill a step are the part people get wrong."""
+    samples, window = number_in(found, "samples"), mapping_in(found, "last_window")
+    if samples is None:
+        return Html("")
+    pieces: list[str] = ["An epoch of ", figure_with(figures.count(samples), "given"), " samples"]
+    rest, dropped = number_in(window, "samples"), number_in(found, "dropped_samples")
+    if rest:
+        ends = "and still updates" if window.get("update") is True else "without an update"
+        pieces.append(f" ends in a step of {figures.count(rest)} samples {ends}")
+    if dropped:
+        pieces.append(f"{'; ' if rest else ' '}leaves out {figures.count(dropped)}")
+    return element("p", joined(pieces), ".") if rest or dropped else Html("")
+
 
 _SECTIONS = (
     draw_memory,

@@ -1,0 +1,336 @@
+"""`fit_trainer`: the largest per-device batch size of a transformers Trainer, set on it with the effective batch kept.
+
+Promises:
+- a probe is the trainer's own `train()`, ended after its second optimizer step, on the longest samples of its data;
+- afterwards the trainer is as it was, but for the two sizes: it trains as one that was never probed;
+- the micro-batch that is set has run with its full accumulation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import IterableDataset, SequentialSampler, Subset
+
+from batchwright.device.device import open_limited
+from batchwright.device.host import live_bytes
+from batchwright.errors import InvalidInputError, NothingFitsError, import_extra
+from batchwright.fitting.budget import open_budget
+from batchwright.fitting.cut_calls import CountedSteps, run_until_second_step
+from batchwright.fitting.driver import Cap, describe, raise_failure, run_series
+from batchwright.fitting.find_batch_size import keep_effective_batch, nothing_fits
+from batchwright.fitting.fit_result import Fit, Restored
+from batchwright.fitting.search import by_doubling, by_peaks
+from batchwright.fitting.work import longest_first, refuse_spread
+from batchwright.state.held_objects import held_objects
+from batchwright.state.interrupts import uninterrupted
+from batchwright.state.kept_state import KeptState
+from batchwright.state.process_state import cheap_collections
+from batchwright.state.untouched import untouched
+from batchwright.units import shortened, whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from batchwright.device.outcome import Outcome
+    from batchwright.planning.plan import Plan
+
+
+# Probes of a transformers Trainer: its own `train()`, cut after the second optimizer step, without a trace.
+#
+# Promises:
+# - a probe runs on the longest samples of the trainer's data, at every size;
+# - nothing is logged, evaluated, saved or reported by a probe, and no callback but the trainer's own flow is called;
+# - afterwards the trainer, and what it reaches, is as it was.
+
+# More than two: under fp16 the first steps are often skipped, and a skipped step makes no moments.
+_MOST_STEPS = 20
+# What a probe must not do, in the words of TrainingArguments.
+_QUIET = {
+    "max_steps": _MOST_STEPS,
+    "auto_find_batch_size": False,
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+    "logging_first_step": False,
+    "push_to_hub": False,
+    # Workers are other processes: what they hold is not the device's, and starting them costs more than the probe.
+    "dataloader_num_workers": 0,
+    "dataloader_persistent_workers": False,
+    "dataloader_prefetch_factor": None,
+    "dataloader_multiprocessing_context": None,
+}
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The attributes of an object, to be put back by reference."""
+
+    thing: Any
+    attributes: dict[str, Any]
+
+    @staticmethod
+    def of(thing: Any) -> _Found:
+        return _Found(thing, dict(vars(thing)))
+
+    def put_back(self) -> None:
+        vars(self.thing).clear()
+        vars(self.thing).update(self.attributes)
+
+
+class TrainerProbes:
+    """Probes of one trainer, which come after each other and leave nothing behind; `limit_bytes` holds each of them."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.on = str(trainer.args.device)
+        self._accelerator = None if self.on == "cpu" else torch.device(self.on)
+        changed = [trainer, trainer.accelerator, trainer.accelerator.gradient_state]
+        # Special tokens of a tokenizer are written into these.
+        changed += [getattr(trainer.model, name, None) for name in ("config", "generation_config")]
+        self._found = [_Found.of(thing) for thing in changed if hasattr(thing, "__dict__")]
+        # Held by a call that never happens, so that it is looked for where a function's things are.
+        holder = partial(print, trainer, trainer.data_collator, trainer.train_dataset, trainer.accelerator)
+        reached = list(held_objects(holder).values())
+        self._state = KeptState(accelerator=self._accelerator)
+        self._not_kept = self._state.keep_all(reached)
+        # With model_init each run makes a model of its own, within the budget anyway.
+        self.held_bytes = live_bytes(reached) if trainer.model_init is None else 0
+        self.limit_bytes: int | None = None
+        data = trainer.train_dataset
+        has_numbers = hasattr(data, "__len__") and not isinstance(data, IterableDataset)
+        self.num_samples = len(data) if has_numbers else None
+        self._order: tuple[int, ...] | None = None
+        self.notes: list[str] = []
+        own = [type(callback).__name__ for callback in self._callbacks() if not _is_transformers_own(callback)]
+        if own:
+            self.notes.append(f"callbacks were not called by the probes: {', '.join(own)}")
+        if self.num_samples == 0:
+            raise InvalidInputError("the trainer's train_dataset is empty: there is no sample to probe with.")
+
+    def look_for_the_longest(self, *, most: int, say: Callable[[str], None]) -> None:
+        """Find the samples to probe with; it may read all of the data."""
+        if self.num_samples is None:
+            self.notes.append("the data cannot be indexed: its first samples were probed, not its longest")
+        else:
+            try:
+                longest = longest_first(self._trainer.train_dataset, most=most, say=say)
+            finally:
+                self._state.restore()
+            self._order = longest.order
+            self.notes += [longest.note] if longest.note else []
+
+    def probe(self, size: int, *, accumulation: int) -> Outcome:
+        """Train two optimizer steps at one size."""
+        device = open_limited(self.on, self.limit_bytes, held_bytes=self.held_bytes)
+        steps = CountedSteps(self._accelerator)
+        samples: list[Any] | None = None
+        if self.num_samples is not None:
+            longest = list(itertools.islice(self._order or range(self.num_samples), size))
+            samples = Subset(self._trainer.train_dataset, longest * (2 * accumulation))  # type: ignore[assignment]
+        with self.prepared(size, accumulation, samples):
+            return device.watch(
+                lambda: run_until_second_step(self._trainer.train, steps),
+                micro_batch=size,
+                accumulation=accumulation,
+            )
+
+    @contextlib.contextmanager
+    def prepared(self, size: int, accumulation: int, samples: Any = None) -> Iterator[None]:
+        """Have the trainer ready for a run that nobody hears of, on these samples in this order, and put it back."""
+        with untouched(accelerator=self._accelerator):
+            try:
+                with self._quiet():
+                    self._prepare(size, accumulation, samples)
+                    yield
+            finally:
+                with uninterrupted():
+                    for found in self._found:
+                        found.put_back()
+                    self._state.restore()
+
+    def restored(self) -> Restored:
+        """What was given back as it was found."""
+        covered = (*self._state.covered, "state, control, callbacks, arguments and data of the trainer")
+        beyond = "files, connections and Python objects that a subclass of Trainer changes itself"
+        return Restored(covered, (*self._not_kept, beyond))
+
+    def _prepare(self, size: int, accumulation: int, samples: Any) -> None:
+        """Give the trainer copies of what a run changes, and the samples to run on."""
+        trainer = self._trainer
+        for name, value in vars(trainer).items():
+            vars(trainer)[name] = _copied(value)
+        for name, value in vars(trainer.accelerator).items():
+            vars(trainer.accelerator)[name] = _copied(value)
+        args = trainer.args = copy.copy(trainer.args)
+        for name, value in _QUIET.items():
+            if hasattr(args, name):
+                setattr(args, name, value)
+        for name in ("eval_strategy", "save_strategy", "logging_strategy"):
+            setattr(args, name, type(getattr(args, name))("no"))
+        args.per_device_train_batch_size = trainer._train_batch_size = size
+        args.gradient_accumulation_steps = accumulation
+        trainer.control = copy.copy(trainer.control)
+        trainer.callback_handler = copy.copy(trainer.callback_handler)
+        trainer.callback_handler.callbacks = [
+            callback for callback in self._callbacks() if type(callback).__name__ == "DefaultFlowCallback"
+        ]
+        trainer._memory_tracker = type(trainer._memory_tracker)(skip_memory_metrics=True)
+        if samples is not None:
+            trainer.train_dataset = samples
+            trainer._get_train_sampler = lambda dataset=None: SequentialSampler(trainer.train_dataset)
+
+    def _callbacks(self) -> list[Any]:
+        return list(self._trainer.callback_handler.callbacks)
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        logging = import_extra("transformers", extra="transformers", purpose="fit_trainer").logging
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+
+
+def _is_transformers_own(callback: Any) -> bool:
+    return type(callback).__module__.partition(".")[0] == "transformers"
+
+
+def _copied(value: Any) -> Any:
+    """Copy containers, and containers in them, but nothing else: metrics and the like are appended to in place."""
+    if type(value) not in _CONTAINERS:
+        return value
+    fresh = copy.copy(value)
+    if isinstance(fresh, dict):
+        fresh.update({key: _copied(inner) for key, inner in fresh.items()})
+    elif isinstance(fresh, list):
+        fresh[:] = [_copied(inner) for inner in fresh]
+    return fresh
+
+
+_MAX_TRIALS = 40
+
+
+def fit_trainer(
+    trainer: Any,
+    *,
+    memory: str | int | None = None,
+    limit: int | None = None,
+    margin: float = 0.0,
+    progress: Callable[[str], None] | None = None,
+) -> Fit:
+    """Find the largest per-device batch size of a Trainer and set it, the effective batch kept by accumulation.
+
+        trainer = Trainer(model, TrainingArguments(per_device_train_batch_size=64, ...), train_dataset=data)
+        found = fit_trainer(trainer)
+        trainer.train()  # per_device_train_batch_size=16, gradient_accumulation_steps=4
+
+    The effective batch is what the arguments say: batch size x accumulation; no size above it is tried. `memory` is a
+    budget such as "16GiB" (default: what is free), `limit` the largest size of interest, `margin` a share to keep free.
+    """
+    _check(trainer)
+    say = progress or (lambda _: None)
+    effective = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
+    probes = TrainerProbes(trainer)
+    budget = open_budget(probes.on, memory, margin=margin, held_bytes=probes.held_bytes)
+    probes.limit_bytes = budget.probe_bytes
+    cap = Cap(effective, f"the effective batch is {effective:,}")
+    if probes.num_samples is not None and probes.num_samples < cap.size:
+        cap = Cap(probes.num_samples, f"the dataset holds {probes.num_samples:,} samples")
+    if limit is not None and whole_number(limit, "limit") < cap.size:
+        cap = Cap(limit, f"the limit is {limit:,}")
+    probes.look_for_the_longest(most=effective, say=say)
+    with cheap_collections():
+        series = run_series(
+            by_peaks(cap.size, budget.probe_bytes)
+            if budget.is_tight and budget.probe_bytes is not None
+            else by_doubling(cap.size, start=min(trainer.args.per_device_train_batch_size, cap.size)),
+            lambda size: probes.probe(size, accumulation=1 if size >= effective else 2),
+            cap=cap,
+            max_trials=_MAX_TRIALS,
+            say=say,
+        )
+        if series.micro_batch is None:
+            raise nothing_fits(series, budget, probes.on)
+        # A batch with all samples in it fits, so one that has room for more does as well.
+        most = effective if series.micro_batch == probes.num_samples and limit is None else series.micro_batch
+        chosen, notes, more_trials = _certified_plan(probes, effective, most, say)
+    trainer.args.per_device_train_batch_size = chosen.micro_batch
+    trainer.args.gradient_accumulation_steps = chosen.accumulation
+    # What its data loader reads; the arguments were copied into it when the trainer was made.
+    trainer._train_batch_size = trainer.args.train_batch_size
+    return Fit(
+        name=type(trainer.model).__name__,
+        on=probes.on,
+        micro_batch=series.micro_batch,
+        limit=cap.size,
+        limit_bytes=budget.limit_bytes,
+        trials=(*series.trials, *more_trials),
+        next_size=series.next_size,
+        reason=series.reason,
+        restored=probes.restored(),
+        plan=chosen,
+        notes=(*budget.notes, *probes.notes, *notes),
+    )
+
+
+def _check(trainer: Any) -> None:
+    transformers = import_extra("transformers", extra="transformers", purpose="fit_trainer")
+    if not isinstance(trainer, transformers.Trainer):
+        raise InvalidInputError(f"fit_trainer takes a transformers.Trainer; received {shortened(trainer)}.")
+    args = trainer.args
+    refuse_spread(trainer.model_wrapped)
+    waits = "one that runs out of memory leaves the others waiting in a collective that nothing can end"
+    if args.world_size > 1:
+        raise InvalidInputError(
+            f"the trainer runs on {args.world_size} ranks, and {waits}.",
+            remedy="fit_trainer on one device, then its sizes on all of them; or batchwright fit under torchrun",
+        )
+    if args.n_gpu > 1:
+        raise InvalidInputError(
+            f"the trainer spreads its model over {args.n_gpu} cards by DataParallel, whose first card fills before "
+            "the others.",
+            remedy="CUDA_VISIBLE_DEVICES=0 while fitting",
+        )
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise InvalidInputError("the trainer runs under DeepSpeed or FSDP, which one process cannot probe.")
+
+
+def _certified_plan(
+    probes: TrainerProbes, effective: int, most: int, say: Callable[[str], None]
+) -> tuple[Plan, list[str], list[Outcome]]:
+    """Choose an even split and run it: all micro-batches of a step are on the device at once, which costs too."""
+    trials: list[Outcome] = []
+    while True:
+        chosen, notes = keep_effective_batch(effective, most)
+        if chosen.accumulation <= 2 and chosen.micro_batch == most:
+            return chosen, notes, trials
+        size, accumulation = chosen.micro_batch, chosen.accumulation
+        say(f"trying micro-batch {size:,} x accumulation {accumulation:,}")
+        trials.append(probes.probe(min(size, probes.num_samples or size), accumulation=accumulation))
+        say(describe(trials[-1]))
+        if trials[-1].fits:
+            return chosen, notes, trials
+        if trials[-1].verdict == "failed":
+            if trials[-1].exception is not None:
+                trials[-1].exception.add_note(
+                    f"batchwright: {size:,} is the largest micro-batch that divides the effective batch "
+                    f"{effective:,} and is not above {most:,}, which runs."
+                )
+            raise_failure(trials[-1])
+        if size == 1:
+            raise NothingFitsError(
+                f"micro-batch 1 fits, but not beside the inputs of {accumulation:,} micro-batches, which the "
+                "trainer loads at once for each step.",
+                remedy="a smaller effective batch",
+            )
+        most = size - 1

@@ -1,0 +1,122 @@
+"""`Estimate`: what a step needs in memory, its parts, and the moment of the peak.
+
+Promises:
+- the parts are those alive at the moment of the peak, so they sum to it;
+- a kind of peak or a part that does not exist on a device is None, never 0;
+- what was assumed is listed, and `source` says whether a trace or a formula spoke.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from batchwright.printed_result import PrintedResult
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from batchwright.units import PeakBytes
+
+
+PARTS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "temporaries",
+    "inputs",
+    "workspaces",
+    "slack",
+    "context",
+)
+
+
+@dataclass(frozen=True)
+class PeakMoment:
+    """When the peak was reached."""
+
+    phase: str
+    module: str
+    operator: str
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Memory alive at the peak that one place made: `count` tensors of one module and operator."""
+
+    num_bytes: int
+    count: int
+    part: str
+    module: str
+    operator: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """The largest memory held during one phase of the run, in the order they came."""
+
+    phase: str
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What the peak becomes under one change of the set-up; None where it could not be traced, with the reason."""
+
+    change: str
+    peak_bytes: int | None
+    note: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate(PrintedResult):
+    """The peak of a step and where it comes from."""
+
+    in_repr = ("name", "micro_batch", "on", "peak", "limit_bytes", "max_micro_batch", "fits")
+
+    name: str
+    micro_batch: int
+    on: str
+    peak_bytes: PeakBytes
+    upper_bytes: PeakBytes
+    parts: dict[str, int | None]
+    grows_with_batch: dict[str, int | None]
+    peak_at: PeakMoment | None
+    largest: tuple[Owner, ...]
+    phases: tuple[PhasePeak, ...]
+    source: str
+    notes: tuple[str, ...] = ()
+    limit_bytes: int | None = None
+    max_micro_batch: int | None = None
+    max_limited_by: str | None = None
+    """What ended the search for it: memory, data (it has no more samples) or search (as far as one looks)."""
+    savings: tuple[Saving, ...] = ()
+    fits: bool | None = None
+    """Whether the step runs on the simulated card; None where nothing was asked of one."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes allocated at the peak, the kind that every estimate has."""
+        assert self.peak_bytes.allocated is not None
+        return self.peak_bytes.allocated
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the estimate as plain data, the same as `batchwright estimate --json` prints."""
+        data = asdict(self)
+        data["what_if"] = data.pop("savings")
+        for key in ("largest", "phases", "what_if", "notes"):
+            data[key] = list(data[key])
+        return {"schema": 1, **data}
+
+    def __rich__(self) -> RenderableType:
+        from batchwright.report.text.memory_text import draw_estimate
+
+        return draw_estimate(self)
+
+    def _repr_html_(self) -> str:
+        from batchwright.report.display import table_to_html
+        from batchwright.report.text.memory_text import estimate_columns, estimate_remarks, summarize_estimate
+
+        return table_to_html(summarize_estimate(self), estimate_columns(self), estimate_remarks(self))

@@ -1,0 +1,425 @@
+"""The gradients of an Accumulator's micro-batches, seen as they come.
+
+Promises:
+- the micro-batch's share of the loss and the loss scale are taken out of its gradient, and clipping comes later: none
+  of them changes the answer;
+- a window of one micro-batch is looked at example by example, or, where some module is not known, cut in two; which,
+  and why, is said.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from batchwright.accumulate.checks import as_list, batch_norms
+from batchwright.noise.capture.example_norms import ExampleNorms, UnknownModuleError
+from batchwright.noise.capture.leaves import LeafSquares, Weights, squares_of_gradients
+from batchwright.noise.track import Observation, Squares
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from batchwright.accumulate.accumulator import Accumulator
+    from batchwright.accumulate.loss_terms import Totals
+
+
+# Do the ranks draw from the same data? Where each has a stratum of its own, the spread between them is no noise.
+#
+# Told by the size of the gradients: where one rank's are larger or smaller than another's again and again, by more
+# than
+# chance allows. Strata whose gradients differ only in direction are not seen.
+
+_LEAST_STEPS = 20
+# So many standard errors; with few ranks and a look at every step, chance alone hardly ever gets there.
+_TOO_FAR = 6.0
+
+
+class RanksAlike:
+    """Keeps the mean and spread of each rank's deviation from the mean over ranks.
+
+    >>> alike = RanksAlike()
+    >>> [alike.add((1.0 + step % 3, 9.0 + step % 2)) for step in range(30)].count(True)
+    1
+    """
+
+    warning = (
+        "the gradients of some ranks are larger than those of others throughout: ranks with data of their own (sorted "
+        "or stratified) make the spread between them look like noise. Shuffle before the data is cut over ranks"
+    )
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._means: list[float] = []
+        self._squares: list[float] = []
+        self._has_warned = False
+
+    def add(self, squares: Sequence[float]) -> bool:
+        """Take the mean |g|^2 of each rank's parts of one step; return whether it is time to warn."""
+        total = sum(squares)
+        if len(squares) < 2 or not total or self._has_warned:
+            return False
+        if len(squares) != len(self._means):
+            self._number, self._means, self._squares = 0, [0.0] * len(squares), [0.0] * len(squares)
+        self._number += 1
+        for rank, value in enumerate(squares):
+            # In parts of the mean, so that steps of large gradients do not outweigh the others.
+            share = value * len(squares) / total - 1
+            before = share - self._means[rank]
+            self._means[rank] += before / self._number
+            self._squares[rank] += before * (share - self._means[rank])
+        if self._number < _LEAST_STEPS:
+            return False
+        errors = [math.sqrt(square / (self._number - 1) / self._number) for square in self._squares]
+        self._has_warned = (
+            any(abs(mean) > _TOO_FAR * error for mean, error in zip(self._means, errors, strict=True))
+            and max(map(abs, self._means)) > 1e-3
+        )
+        return self._has_warned
+
+
+# What one rank knows of a window, as a few numbers: added up micro-batch by micro-batch, told to the others once.
+#
+# Promises:
+# - numbers stay on their device until somebody asks for the estimate;
+# - what makes a window unusable travels with the numbers, so that all ranks leave out the same windows.
+
+# In the order of precedence; the number of a reason is what ranks tell each other.
+REASONS = (
+    "",
+    "a loss whose terms have different shares: no gradient of one micro-batch can be told",
+    "a gradient came in several pieces within one backward (CachedLoss, or a shared weight under reentrant "
+    "checkpointing): their squares do not add up",
+    "the loss scale changed between micro-batches",
+    "the model ran forward and backward a different number of times",
+    "micro-batches of other sizes than micro_batch=, looked for along dimension batch_dim=: how the loop weighs them "
+    "is not known",
+    "one micro-batch only: there is nothing to compare",
+    "a gradient that is infinite or not a number",
+    "the window was shorter than the one before",
+    "the gradients were thrown away without a step",
+    "what the backward passes added is not what the loop steps with: gradients of before were not zeroed, or something "
+    "else was computed or thrown away in between",
+    "ranks had different numbers of micro-batches: how the loop weighs them is not known",
+)
+(
+    MIXED_SHARES,
+    IN_PIECES,
+    SCALE_CHANGED,
+    UNPAIRED,
+    OTHER_SIZES,
+    SINGLE,
+    NOT_FINITE,
+    UNEXPECTED,
+    DROPPED,
+    DOES_NOT_ADD_UP,
+    UNEVEN_RANKS,
+) = range(1, len(REASONS))
+# Numbers that a rank tells besides the squares of its groups.
+_NUM_OTHERS = 8
+# Gradients in 16 bits are rounded with every micro-batch that is added.
+PROBE_TOLERANCES = {4: 1e-3, 8: 1e-6}
+ROUGH = 5e-2
+
+
+class Sink(Protocol):
+    """Takes what is found of the windows."""
+
+    def learn(self, rows: Sequence[Sequence[Any]], factor: float, number: int) -> None:
+        """Take what all ranks told of the window of this number; its gradient is to be multiplied by `factor`."""
+
+    def skip(self, reason: int) -> None:
+        """Count a window that cannot be used."""
+
+    def weights_changed(self, weights: Weights) -> None:
+        """Measure something else from now on."""
+
+    def note(self, text: str) -> None:
+        """Say something to the user, once."""
+
+
+class WindowSums:
+    """The sums of one window on one rank."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self._weighted: torch.Tensor | None = None
+        self._scale: torch.Tensor | None = None
+        self._scale_changes: torch.Tensor | float = 0.0
+        self.units = self.samples = 0.0
+        self.parts = 0
+        self.reason = 0
+        self._probe: Any = 0.0
+        self._probe_size: Any = 0.0
+        self._probe_in_the_end: Any = 0.0
+
+    def add(self, squares: torch.Tensor, units: float, samples: float, factor: Any) -> None:
+        """Add a part of so many units, whose gradient came multiplied by `factor` (a number, or on the device)."""
+        self._add(squares * units, factor, units, samples, parts=1)
+
+    def add_examples(self, squares: torch.Tensor, units: float, samples: float, factor: Any) -> None:
+        """Add single examples, groups x examples; each brought 1/n of the mean gradient of all."""
+        number = squares.shape[-1]
+        # The gradient of one example is n times what it brought; it weighs its share of the units.
+        self._add(squares.sum(-1) * number * units, factor, units, samples, parts=number)
+
+    def _add(self, weighted: torch.Tensor, factor: Any, units: float, samples: float, *, parts: int) -> None:
+        share = weighted / (factor * factor)
+        self._weighted = share if self._weighted is None else self._weighted + share
+        self.units += units
+        self.samples += samples
+        self.parts += parts
+
+    def multiply(self, factor: float) -> None:
+        """Multiply every square."""
+        if self._weighted is not None:
+            self._weighted = self._weighted * factor
+
+    def saw_scale(self, scale: torch.Tensor | None) -> None:
+        """Note the loss scale of a micro-batch."""
+        if scale is None:
+            return
+        if self._scale is None:
+            self._scale = scale.clone()
+        else:
+            self._scale_changes = self._scale_changes + (scale != self._scale).float()
+
+    def add_probe(self, probe: Any) -> None:
+        """Add a combination of what a micro-batch brought."""
+        self._probe = self._probe + probe
+        self._probe_size = self._probe_size + abs(probe)
+
+    def end_probe(self, probe: Any) -> None:
+        """Note the same combination of the gradient in the end."""
+        self._probe_in_the_end = probe
+
+    def numbers(self, squares_of_mean: torch.Tensor) -> list[Any]:
+        """Return what to tell: the same number of numbers on every rank."""
+        weighted = [0.0] * self._num_groups if self._weighted is None else list(self._weighted.unbind())
+        return [
+            *weighted,
+            *squares_of_mean.unbind(),
+            self.units,
+            self.samples,
+            float(self.parts),
+            float(self.reason),
+            self._scale_changes,
+            self._probe,
+            self._probe_in_the_end,
+            self._probe_size,
+        ]
+
+
+@dataclass(frozen=True)
+class Told:
+    """The numbers of all ranks, read."""
+
+    observations: tuple[Observation, ...]
+    """One per group; empty where the window cannot be used."""
+    units: float
+    samples: float
+    reason: int
+    squares_by_rank: tuple[float, ...]
+    """Mean |g|^2 of each rank's parts."""
+
+    @staticmethod
+    def read(
+        rows: Sequence[Sequence[Any]],
+        num_groups: int,
+        *,
+        factor: float = 1.0,
+        is_sharded: bool = False,
+        population: int | None = None,
+        probe_tolerance: float = ROUGH,
+        is_own_loop: bool = False,
+    ) -> Told:
+        """Read the rows of all ranks; the mean gradient is still to be multiplied by `factor`.
+
+        `population` is counted in samples. In a loop of a user's own all ranks must have as many parts.
+        """
+        table = [_floats(row) for row in rows]
+        columns = list(zip(*table, strict=True))[-_NUM_OTHERS:]
+        units, samples, parts, _, changes, added, _, size = (sum(column) for column in columns)
+        # Every rank ends with the mean over ranks of what all of them added.
+        is_off = abs(added / len(table) - columns[6][0]) > probe_tolerance * (size / len(table) + abs(columns[6][0]))
+        is_uneven = is_own_loop and len(set(columns[2])) > 1
+        reason = int(max(columns[3])) or (SCALE_CHANGED if changes else 0)
+        reason = reason or (UNEVEN_RANKS if is_uneven else SINGLE if parts < 2 else 0)
+        in_units = population * units / samples if population is not None and samples else None
+        observations = []
+        for group in range(num_groups):
+            weighted = sum(row[group] for row in table)
+            # Where every rank holds whole gradients they are alike; shards add up.
+            of_mean = [row[num_groups + group] for row in table]
+            mean = (sum(of_mean) if is_sharded else of_mean[0]) * factor * factor
+            seen = Squares(weighted, units, round(parts)).observe(mean, population=in_units)
+            if seen is not None:
+                observations.append(seen)
+        if not all(seen.is_finite for seen in observations):
+            reason = reason or NOT_FINITE
+        # The parts of a mean cannot be shorter than the mean itself (Cauchy and Schwarz).
+        of_parts = sum(sum(row[:num_groups]) for row in table)
+        if is_off or sum(seen.trace for seen in observations) * (parts - 1) < -1e-3 * of_parts:
+            reason = reason or DOES_NOT_ADD_UP
+        each = tuple(sum(row[:num_groups]) / row[-_NUM_OTHERS] for row in table if row[-_NUM_OTHERS])
+        return Told(() if reason else tuple(observations), units, samples, reason, each)
+
+
+def _floats(row: Sequence[Any]) -> list[float]:
+    """Read numbers that may lie on a device, in one transfer."""
+    tensors = [number.reshape(()) for number in row if isinstance(number, torch.Tensor)]
+    read = iter(torch.stack([t.to(tensors[0]) for t in tensors]).tolist()) if tensors else iter(())
+    return [float(next(read)) if isinstance(number, torch.Tensor) else float(number) for number in row]
+
+
+class WatchedWindows:
+    """A `WindowWatcher` that adds up squares and hands them on, window by window."""
+
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        *,
+        every: int,
+        sink: Sink,
+    ) -> None:
+        # It holds this object, and must be free to go.
+        self._accumulator = weakref.ref(accumulator)
+        self._model, self._scaler = accumulator.model, accumulator.scaler
+        self._num_ranks, self.is_sharded = accumulator.spread.size, accumulator.spread.gathers_in_forward
+        self._every = every
+        self._sink = sink
+        self.leaves = LeafSquares(self._model, self._weights())
+        self._examples: ExampleNorms | None = None
+        self._cannot_tell_examples = ""
+        self._is_by_example = False
+        self._sums: WindowSums | None = None
+        self.num_windows = 0
+        self._has_told = False
+
+    def close(self) -> None:
+        """Take every hook away."""
+        accumulator = self._accumulator()
+        if accumulator is not None:
+            accumulator.unwatch(self)
+        self._look_at_examples(False)
+        self.leaves.let_go()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the window at hand is one of those that are looked at."""
+        return self.num_windows % self._every == 0
+
+    def expect(self, num_parts: int) -> None:
+        """Make ready for a window of so many micro-batches."""
+        if not self.is_measured:
+            self._look_at_examples(False)
+            return
+        weights = self._weights()
+        if not weights.is_same_as(self.leaves.weights):
+            self._weights_changed(weights)
+        self._sums = WindowSums(len(weights.names))
+        self._look_at_examples(num_parts == 1)
+
+    def pieces(self) -> int:
+        """Cut a single micro-batch in two where its examples cannot be told apart."""
+        if self._num_ranks > 1 or (self.num_windows + self._has_told) % self._every:
+            return 1
+        self._try_examples()
+        # Statistics of half a batch would be others.
+        return 2 if self._cannot_tell_examples and not batch_norms(self._model) else 1
+
+    @contextmanager
+    def around(self, shares: Sequence[float], counts: Totals) -> Iterator[None]:
+        """Take the squares of one backward."""
+        sums = self._sums
+        used = [share for share in shares if share]
+        if sums is None or not used:
+            yield
+            return
+        by_example = self._examples if self._is_by_example else None
+        self.leaves.start(of_examples=by_example.squares_of if by_example else None)
+        try:
+            yield
+        except BaseException:
+            self.leaves.stop()
+            raise
+        self.leaves.stop()
+        if max(used) - min(used) > 1e-9 * max(used):
+            sums.reason = sums.reason or MIXED_SHARES
+        if self.leaves.came_in_pieces:
+            sums.reason = sums.reason or IN_PIECES
+        scale = getattr(self._scaler, "_scale", None)  # a tensor on the device; get_scale() would wait for it
+        sums.saw_scale(scale)
+        factor = used[0] if scale is None else used[0] * scale
+        squares = self.leaves.squares_of_examples() if by_example else None
+        if squares is not None:
+            sums.add_examples(squares, counts.units, counts.samples or squares.shape[-1], factor)
+        elif by_example:
+            sums.reason = sums.reason or SINGLE
+            self._cannot_tell(by_example.failure or "a weight has a gradient from outside of its module")
+        else:
+            sums.add(self.leaves.squares(), counts.units, counts.samples, factor)
+
+    def tell(self) -> Sequence[Any]:
+        """Return the sums of the window, and the squares of its gradient."""
+        self._has_told = True
+        if self._sums is None:
+            return ()
+        weights = self.leaves.weights
+        of_mean = squares_of_gradients(weights.parameters, weights.groups, len(weights.names), weights.device)
+        return self._sums.numbers(of_mean)
+
+    def learn(self, rows: list[Sequence[Any]], factor: float) -> None:
+        """Hand on what all ranks told."""
+        self.num_windows += 1
+        self._has_told = False
+        if self._sums is not None:
+            self._sums = None
+            accumulator = self._accumulator()
+            if factor and accumulator is not None:
+                self._sink.learn(rows, factor, accumulator.number)
+        self._look_at_examples(False)
+
+    def _weights(self) -> Weights:
+        accumulator = self._accumulator()
+        return Weights.of(self._model, [] if accumulator is None else as_list(accumulator.optimizer))
+
+    def _weights_changed(self, weights: Weights) -> None:
+        self.leaves.let_go()
+        self.leaves = LeafSquares(self._model, weights)
+        self._look_at_examples(False)
+        self._examples, self._cannot_tell_examples = None, ""
+        self._sink.weights_changed(weights)
+
+    def _try_examples(self) -> None:
+        if self._examples is None and not self._cannot_tell_examples:
+            try:
+                self._examples = ExampleNorms(self._model, self.leaves.weights.parameters)
+            except UnknownModuleError as error:
+                self._cannot_tell(error.reason)
+
+    def _cannot_tell(self, reason: str) -> None:
+        self._look_at_examples(False)
+        self._examples, self._cannot_tell_examples = None, reason
+        self._sink.note(
+            f"one micro-batch per step, and its examples cannot be told apart ({reason}): "
+            + (
+                "no measurement without accumulation"
+                if batch_norms(self._model)
+                else "a batch that comes through micro_batches() is cut in two instead, each half weighed by its "
+                "samples or by weight=, which is exact where the loss is a mean over those"
+            )
+        )
+
+    def _look_at_examples(self, wanted: bool) -> None:
+        if wanted:
+            self._try_examples()
+        wanted = wanted and self._examples is not None
+        if self._examples is not None and self._is_by_example != wanted:
+            self._examples.start() if wanted else self._examples.stop()
+        self._is_by_example = wanted

@@ -1,1 +1,0 @@
-"""A plan in the words of each framework: one file per framework."""

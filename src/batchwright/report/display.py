@@ -1,0 +1,150 @@
+"""A headed table with remarks as HTML: how every result shows itself in a notebook."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from batchwright.report.page.markup import html
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import RenderableType
+
+
+# The one way an answer reaches stdout: coloured on a terminal, plain and unwrapped in a pipe.
+
+# Nothing we draw is wider; rich would otherwise fold tables at 80 columns when nobody looks at them.
+_WIDTH_OF_A_PIPE = 400
+
+
+def render_plain(renderable: RenderableType, *, width: int = _WIDTH_OF_A_PIPE) -> str:
+    """Draw something as plain text: no colour, no trailing spaces.
+
+    >>> render_plain("[bold]43[/bold] samples")
+    '43 samples'
+    """
+    from rich.console import Console
+
+    # A notebook is no terminal either: what is captured there must be the same text.
+    console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False, highlight=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def print_answer(renderable: RenderableType) -> None:
+    """Print an answer to stdout."""
+    if not sys.stdout.isatty():
+        print(render_plain(renderable))
+        return
+    from rich.console import Console
+
+    # Not cropped: a line that is too long runs over, and no number is cut.
+    Console(highlight=False).print(renderable, crop=False)
+
+
+# Talk while something runs: one live line on a terminal, plain lines in a pipe, always on stderr.
+
+
+class Progress:
+    """Says what is being done; on a terminal the line is overwritten and cleared at the end.
+
+    >>> with Progress() as progress:
+    ...     progress.say("tracing micro-batch 8")
+    """
+
+    def __enter__(self) -> Progress:
+        self._is_live = sys.stderr.isatty()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_live:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """Say one thing."""
+        if self._is_live:
+            print(f"\r\033[K{text} ...", end="", file=sys.stderr, flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+# A headed table with remarks for the terminal: how every result prints itself.
+#
+# Promises:
+# - a number is never cut or folded: on a terminal that is too narrow the line runs over instead.
+
+
+def draw_table(summary: str, columns: Columns, remarks: Iterable[str], *, left: int = 0) -> RenderableType:
+    """Draw a summary, a table whose first row stands out, and remarks; the first `left` columns are words."""
+    from rich.console import Group
+    from rich.text import Text
+
+    told = [Text(remark) for remark in remarks]
+    if not columns:  # nothing was found: then what is said about it is the answer
+        return Group(Text(summary, style="bold"), *([Text(), *told] if told else []))
+    heads, *rows = table_lines(columns, left=left)
+    lines = [Text(line, no_wrap=True, overflow="ignore") for line in heads.split("\n")]
+    lines += [
+        Text(row, no_wrap=True, overflow="ignore", style="bold" if number == 0 else "")
+        for number, row in enumerate(rows)
+    ]
+    return Group(Text(summary, style="bold"), Text(), *lines, Text(), *told)
+
+
+def table_lines(columns: Columns, *, left: int = 0) -> list[str]:
+    """Lay out a table: its heading with the rule below as one string, then a string a row.
+
+    >>> for line in table_lines([("size", ["8", "16"]), ("peak\\nbytes", ["120", "200"])]):
+    ...     print(line)
+           peak
+    size  bytes
+    ───────────
+       8    120
+      16    200
+    """
+    headings = [heading.split("\n") for heading, _ in columns]
+    height = max(map(len, headings))
+    widths = [max(map(len, [*heading, *cells])) for heading, (_, cells) in zip(headings, columns, strict=True)]
+
+    def lay_out(cells: list[str]) -> str:
+        padded = [
+            cell.ljust(width) if number < left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "  ".join(padded).rstrip()
+
+    top = [lay_out([([""] * height + heading)[-height:][line] for heading in headings]) for line in range(height)]
+    rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
+    rows = [lay_out(list(row)) for row in zip(*(cells for _, cells in columns), strict=True)]
+    return ["\n".join([*top, rule]), *rows]
+
+
+# A heading may hold a line break, for terminals of 80 columns; in HTML that is just a space.
+Columns = list[tuple[str, list[str]]]
+
+
+def table_to_html(summary: str, columns: Columns, remarks: Iterable[str]) -> str:
+    """Draw a summary, a table and remarks.
+
+    >>> table_to_html("two", [], ["no rows"])
+    '<p><b>two</b></p><p>no rows</p>'
+    """
+    head = "".join(f"<th>{html(heading)}</th>" for heading, _ in columns)
+    body = "".join(
+        "<tr>" + "".join(f'<td style="text-align:right">{html(cell)}</td>' for cell in cells) + "</tr>"
+        for cells in zip(*(cells for _, cells in columns), strict=True)
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if columns else ""
+    return f"<p><b>{html(summary)}</b></p>{table}<p>{'<br>'.join(html(remark) for remark in remarks)}</p>"
+
+
+def text_to_html(text: str) -> str:
+    """Draw a result that is one line.
+
+    >>> text_to_html("loss < 2")
+    '<p>loss &lt; 2</p>'
+    """
+    return f"<p>{html(text)}</p>"

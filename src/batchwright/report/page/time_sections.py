@@ -1,0 +1,377 @@
+"""How large a batch pays: the critical batch along training with its band, and the loss below it."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+from batchwright.report.page import figures
+from batchwright.report.page.chart import (
+    Chart,
+    Scale,
+    at_both_widths,
+    doubling_ticks,
+    even_ticks,
+    legend,
+    log_ticks,
+    size_scale,
+    size_ticks,
+    whole_ticks,
+)
+from batchwright.report.page.markup import Html, element, figure_with, joined, mark, missing, remarks, section, table
+from batchwright.report.page.run_reading import (
+    Data,
+    Moment,
+    Speed,
+    TimeAt,
+    good_range,
+    mapping_in,
+    moments,
+    number_in,
+    rows_in,
+    section_of,
+    speeds,
+    text_in,
+    texts_in,
+    times_to_target,
+    why_missing,
+)
+
+# How fast it runs: throughput against micro-batch, with its spread.
+
+_SPEED_HEADING = "How fast it runs"
+
+
+def draw_speed(run: Data) -> Html:
+    """Return the section."""
+    found, shown = section_of(run, "throughput"), speeds(run)
+    if found is None:
+        return section("speed", _SPEED_HEADING, missing(why_missing(run, "throughput")))
+    if not shown:
+        return section("speed", _SPEED_HEADING, missing("no micro-batch was timed"), remarks(texts_in(found, "notes")))
+    fastest = number_in(found, "fastest_micro_batch")
+    repeats = number_in(found["rows"][0], "repeats") if isinstance(found.get("rows"), list) else None
+    spread = "spread of the repeats" if repeats is None else f"spread of {figures.count(repeats)} repeats"
+    return section(
+        "speed",
+        _SPEED_HEADING,
+        _speed_lead(found, fastest),
+        at_both_widths(partial(_speed_chart, shown, fastest, number_in(found, "devices"))),
+        legend(("point measured", "whole steps (measured)"), ("whisker measured", spread)),
+        remarks(texts_in(found, "notes")),
+    )
+
+
+def _speed_lead(found: Data, fastest: float | None) -> Html:
+    source, pieces = text_in(found, "source") or "measured", []
+    best, noise = number_in(found, "best_samples_per_second"), number_in(found, "noise")
+    if fastest is not None:
+        pieces += [
+            "Micro-batch ",
+            figure_with(figures.count(fastest), source),
+            " is the smallest that is as fast as any",
+        ]
+    if best is not None:
+        pieces += [
+            ": at best " if pieces else "At best ",
+            figure_with(figures.count(best), source),
+            " samples per second",
+        ]
+    if noise is not None:
+        share = f"{100 * noise:.2g}\N{NO-BREAK SPACE}%"
+        pieces += [", give or take ", element("b", share)] if pieces else [f"The noise is {share}"]
+    return element("p", joined(pieces), ".", class_="lead") if pieces else Html("")
+
+
+def _speed_chart(shown: tuple[Speed, ...], fastest: float | None, devices: float | None, width: float) -> Chart:
+    height, top, bottom = 280.0, 44.0, 230.0
+    up = Scale(0, max(row.high for row in shown) * 1.15, bottom, top)
+    across = size_scale([row.micro_batch for row in shown], 54, width - 14, spread=6)
+    told = "; ".join(f"{figures.count(row.micro_batch)}: {figures.count(row.per_second)}" for row in shown)
+    chart = Chart(width, height, label=f"Samples per second by micro-batch: {told}")
+    where = "" if devices in (None, 1) else ", each device"
+    chart.y_axis(up, even_ticks(0, up.high, 5), figures.short, f"samples per second{where}", across=across)
+    chart.x_axis(across, _sizes(shown, across), figures.short, "micro-batch", y=bottom)
+    places = [(across(row.micro_batch), up(row.per_second)) for row in shown]
+    chart.line(places, "line measured")
+    chart.keep_free(places)
+    for row, at in zip(shown, places, strict=True):
+        low, high = up(row.low), up(row.high)
+        chart.line([(at[0], low), (at[0], high)], "whisker measured")
+        for end in (low, high):
+            chart.line([(at[0] - 4, end), (at[0] + 4, end)], "whisker measured")
+        chart.keep_free([(at[0] - 4, high), (at[0] + 4, low)])
+        chart.dot(
+            at,
+            "point measured",
+            f"micro-batch {figures.count(row.micro_batch)}: {figures.count(row.per_second)} a second",
+        )
+    for row, at in zip(shown, places, strict=True):
+        if row.micro_batch == fastest:
+            chart.beside(
+                (at[0], up(row.high) + 4), f"{figures.count(row.per_second)} at {figures.count(fastest)}", "note strong"
+            )
+    return chart
+
+
+def _sizes(shown: tuple[Speed, ...], across: Scale) -> list[float]:
+    """The sizes that were timed, where they are few."""
+    return [row.micro_batch for row in shown] if len(shown) <= 10 else size_ticks(across, 8)
+
+
+# Which batch gets there soonest: time to the loss against the effective batch, the good range shaded.
+
+_TIME_HEADING = "Which batch gets there soonest"
+
+
+def draw_time(run: Data) -> Html:
+    """Return the section."""
+    found, shown = section_of(run, "recommendation"), times_to_target(run)
+    if found is None:
+        return section("time", _TIME_HEADING, missing(why_missing(run, "recommendation")))
+    if len(shown) < 2:
+        return section("time", _TIME_HEADING, missing("it takes both the critical batch and the time of a step"))
+    chosen, ends = number_in(found, "effective_batch"), good_range(run)
+    entries = [("line predicted", "time to the same loss (predicted from both measurements)")]
+    entries.append(("band predicted", "between the ends of the critical batch"))
+    entries += [("range measured", "within 5\N{NO-BREAK SPACE}% of the soonest")] if ends else []
+    return section(
+        "time",
+        _TIME_HEADING,
+        _time_lead(found, ends),
+        at_both_widths(partial(_time_chart, shown, chosen, ends)),
+        legend(*entries),
+    )
+
+
+def _time_lead(found: Data, ends: tuple[float, float] | None) -> Html:
+    soonest = number_in(found, "best_effective_batch")
+    pieces: list[str] = []
+    if soonest is not None:
+        pieces += ["A batch of ", figure_with(figures.count(soonest), "predicted"), " reaches the loss soonest"]
+    if ends is not None:
+        text = " to ".join(figures.count(end) for end in ends)
+        pieces += [
+            "; " if pieces else "Batches of ",
+            figure_with(text, "predicted"),
+            " take at most 5\N{NO-BREAK SPACE}% longer",
+        ]
+    return element("p", joined(pieces), ".", class_="lead") if pieces else Html("")
+
+
+def _time_chart(
+    shown: tuple[TimeAt, ...], chosen: float | None, ends: tuple[float, float] | None, width: float
+) -> Chart:
+    height, top, bottom = 326.0, 74.0, 276.0
+    most = max(max(row.ratio for row in shown) * 1.3, 1.6)
+    up = Scale(min(0.94, *(row.ratio for row in shown)), most, bottom, top, is_log=True)
+    batches = [row.batch for row in shown] + ([chosen] if chosen and chosen > 0 else [])
+    across = Scale(min(batches) / 1.1, max(batches) * 1.1, 54, width - 14, is_log=True)
+    chart = Chart(
+        width, height, label="Time to the same loss against the effective batch, as a multiple of the soonest"
+    )
+    if ends is not None and ends[0] < across.high and ends[1] > across.low:
+        left, right = across(ends[0]), across(ends[1])
+        chart.bar(
+            left, top, max(right, left + 2), bottom, "range measured", "within 5\N{NO-BREAK SPACE}% of the soonest"
+        )
+    ticks = log_ticks(1, up.high, 6)
+    chart.y_axis(
+        up, ticks, lambda value: f"{value:g}\N{MULTIPLICATION SIGN}", "time to the loss", across=across, above=40
+    )
+    batches_told = doubling_ticks(across.low, across.high, 10 if width > 500 else 5)
+    chart.x_axis(across, batches_told, figures.short, "effective batch", y=bottom)
+    lows, highs = ([(across(row.batch), up(end)) for row, end in _ends(shown, side)] for side in ("low", "high"))
+    chart.area([*lows, *reversed(highs)], "band predicted")
+    places = [(across(row.batch), up(row.ratio)) for row in shown]
+    chart.line(places, "line predicted")
+    chart.keep_free(places)
+    for row, at in zip(shown, places, strict=True):
+        chart.dot(at, "point predicted", f"batch {figures.count(row.batch)}: {figures.ratio(row.ratio)} times", 2.5)
+    if chosen is not None and chosen > 0:
+        x = across(chosen)
+        chart.line([(x, top - 6), (x, bottom)], "chosen")
+        chart.text((x, top - 12), f"{figures.count(chosen)} recommended", "note strong", _side(x, width))
+    return chart
+
+
+def _ends(shown: tuple[TimeAt, ...], side: str) -> list[tuple[TimeAt, float]]:
+    return [(row, row.low if side == "low" else row.high) for row in shown]
+
+
+def _side(x: float, width: float) -> str:
+    return "start" if x < 150 else "end" if x > width - 80 else "middle"
+
+
+# Short branches trained at several batches: how many steps each took to the same loss.
+
+
+def draw_branches(run: Data) -> Html:
+    """Return what the branches told, to stand below the critical batch; nothing where none were trained."""
+    found = section_of(run, "branches")
+    if found is None:
+        return Html("")
+    rows, source = rows_in(found, "branches"), text_in(found, "source")
+    title = element("h3", "Short branches at several batches")
+    shown = table(_columns(rows, source), label="Table of branches", words=0) if rows else Html("")
+    return joined([title, _branches_lead(found, source), shown, remarks(texts_in(found, "notes"))])
+
+
+def _branches_lead(found: Data, source: str) -> Html:
+    value, low, high = (figures.count(number_in(found, "critical_batch", key)) for key in ("value", "low", "high"))
+    unit, share = text_in(found, "critical_batch", "unit") or "samples", number_in(found, "ratio")
+    pieces: list[str] = [
+        "By them the critical batch is ",
+        figure_with(value, source, figures.interval(low, high)),
+        f" {unit}",
+    ]
+    if share is not None:
+        times = f"{figures.ratio(share)}\N{MULTIPLICATION SIGN}"
+        pieces += [", ", figure_with(times, source), " the noise scale at the same place"]
+    return element("p", joined(pieces), ".")
+
+
+def _columns(rows: list[Data], source: str) -> list[tuple[str, list[str]]]:
+    mine, given = mark(source), mark("given")
+    loss, rate = "steps to the loss ", "learning rate, times the first "
+    return [
+        (joined(["batch ", given]), [figures.count(number_in(row, "batch")) for row in rows]),
+        (joined([rate, mine]), [figures.ratio(number_in(row, "learning_rate_factor")) for row in rows]),
+        (joined([loss, mine]), [_branches_steps(number_in(row, "mean_steps")) for row in rows]),
+    ]
+
+
+def _branches_steps(value: float | None) -> str:
+    return figures.UNKNOWN if value is None else f"{value:,.1f}"
+
+
+_CRITICAL_HEADING = "How large a batch pays"
+
+
+class InUse(NamedTuple):
+    """The batch that was trained with, and the unit that the critical batch is in."""
+
+    batch: float | None
+    unit: str
+
+
+def draw_critical(run: Data) -> Html:
+    """Return the section."""
+    found, shown = section_of(run, "noise"), moments(run)
+    if found is None:
+        return section("critical", _CRITICAL_HEADING, missing(why_missing(run, "noise")), draw_branches(run))
+    unit = text_in(found, "critical_batch", "unit") or "samples"
+    # The two can be in different units (tokens, samples); then they have no place on one axis.
+    alike = text_in(found, "effective_batch_unit") in ("", unit)
+    in_use = InUse(number_in(found, "effective_batch") if alike else None, unit)
+    drawn: list[str] = []
+    if any(each.value is not None or each.low is not None for each in shown):
+        drawn += [at_both_widths(partial(_critical_chart, shown, in_use)), _legend(shown, in_use)]
+    if any(each.loss is not None for each in shown):
+        drawn.append(at_both_widths(partial(_losses, shown)))
+    verdict = text_in(found, "recommendation")
+    return section(
+        "critical",
+        _CRITICAL_HEADING,
+        _critical_lead(found, unit),
+        *drawn,
+        element("p", f"{verdict[:1].upper()}{verdict[1:].rstrip('.')}.") if verdict else Html(""),
+        remarks(texts_in(found, "notes")),
+        draw_branches(run),
+    )
+
+
+def _critical_lead(found: Data, unit: str) -> Html:
+    critical = mapping_in(found, "critical_batch")
+    value, low, high = (figures.count(number_in(critical, key)) for key in ("value", "low", "high"))
+    source = text_in(found, "source") or "measured"
+    steps = number_in(found, "steps")
+    after = "" if steps is None else f"After {figures.count(steps)} steps the "
+    start = f"{after or 'The '}critical batch is "
+    if critical.get("resolved") is False and low not in ("0", figures.UNKNOWN):
+        more = number_in(critical, "steps_needed")
+        needed = f"; about {figures.count(more)} more steps would tell" if more else ""
+        known = figure_with(f"at least {low}", source)
+        return element("p", start, known, f" {unit}. Its upper end is not resolved{needed}.", class_="lead")
+    known = figure_with(value, source, figures.interval(low, high))
+    return element("p", start, known, f" {unit}: beyond it, more samples per step stop paying.", class_="lead")
+
+
+def _critical_chart(shown: tuple[Moment, ...], in_use: InUse, width: float) -> Chart:
+    height, top, bottom = 290.0, 44.0, 240.0
+    ends = [end for each in shown for end in (each.value, each.low, each.high) if end is not None]
+    ends += [] if in_use.batch is None or in_use.batch <= 0 else [in_use.batch]
+    least, most = min(ends), max(ends)
+    up = Scale(least / 1.5, most * 1.5, bottom, top, is_log=True)
+    across = _critical_steps(shown, width)
+    chart = Chart(
+        width, height, label=f"The critical batch along training, from {figures.count(least)} to {figures.count(most)}"
+    )
+    chart.y_axis(up, log_ticks(up.low, up.high, 6), figures.short, f"batch, {in_use.unit}", across=across)
+    chart.x_axis(across, _step_ticks(across, width), figures.short, "step", y=bottom)
+    # Where the lower end is not known it is as low as the drawing; an upper one runs out of it.
+    lows = [(across(each.step), up(each.low or up.low)) for each in shown]
+    highs = [(across(each.step), up(each.high or up.high)) for each in shown]
+    if len(shown) == 1:
+        chart.line([lows[0], highs[0]], "whisker measured")
+    chart.area([*lows, *reversed(highs)], "band measured")
+    for run in _unbroken(shown):
+        places = [(across(each.step), up(each.value)) for each in run if each.value is not None]
+        chart.line(places, "line measured")
+        for each, at in zip(run, places, strict=True):
+            span = figures.interval(figures.count(each.low), figures.count(each.high))
+            chart.dot(at, "point measured", f"step {figures.count(each.step)}: {figures.count(each.value)} {span}", 3)
+        chart.keep_free(places)
+    if in_use.batch:
+        y = up(in_use.batch)
+        chart.line([(across.start, y), (across.end, y)], "limit")
+        chart.keep_free([(across.start, y), (across.end, y)])
+        chart.beside((across.end, y), f"{figures.count(in_use.batch)} in use", "note strong", first="above left")
+    return chart
+
+
+def _losses(shown: tuple[Moment, ...], width: float) -> Chart:
+    height, top, bottom = 190.0, 44.0, 140.0
+    known = [(each.step, each.loss) for each in shown if each.loss is not None]
+    least, most = min(loss for _, loss in known), max(loss for _, loss in known)
+    room = max((most - least) * 0.12, abs(most) * 0.02, 1e-9)
+    up, across = Scale(least - room, most + room, bottom, top), _critical_steps(shown, width)
+    chart = Chart(width, height, label=f"The loss along training, from {known[0][1]:.3g} to {known[-1][1]:.3g}")
+    chart.y_axis(up, even_ticks(up.low, up.high, 4), lambda loss: f"{loss:.3g}", "loss (measured)", across=across)
+    chart.x_axis(across, _step_ticks(across, width), figures.short, "step", y=bottom)
+    places = [(across(step), up(loss)) for step, loss in known]
+    chart.line(places, "line measured")
+    chart.keep_free(places)
+    chart.dot(places[-1], "point measured", radius=3)
+    chart.beside(places[-1], f"{known[-1][1]:.3g}", "note strong", first="above left")
+    return chart
+
+
+def _critical_steps(shown: tuple[Moment, ...], width: float) -> Scale:
+    last = max(each.step for each in shown)
+    return Scale(0, last * 1.03 if last > 0 else 1, 54, width - 14)
+
+
+def _step_ticks(across: Scale, width: float) -> list[float]:
+    return whole_ticks(0, across.high, 8 if width > 500 else 4)
+
+
+def _unbroken(shown: tuple[Moment, ...]) -> list[list[Moment]]:
+    """The pieces of the line between moments where the value is not known."""
+    pieces: list[list[Moment]] = [[]]
+    for each in shown:
+        if each.value is not None and math.isfinite(each.value):
+            pieces[-1].append(each)
+        elif pieces[-1]:
+            pieces.append([])
+    return [piece for piece in pieces if piece]
+
+
+def _legend(shown: tuple[Moment, ...], in_use: InUse) -> Html:
+    is_open = any(each.high is None for each in shown)
+    band = "95\N{NO-BREAK SPACE}% interval (measured)" + (
+        "; where it runs out at the top, not resolved" if is_open else ""
+    )
+    entries = [("line measured", "critical batch (measured)"), ("band measured", band)]
+    return legend(*entries, *([("limit", "batch in use (given)")] if in_use.batch else []))

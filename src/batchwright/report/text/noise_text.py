@@ -1,0 +1,199 @@
+"""A noise run as text: the critical batch, the trend along training, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from batchwright.noise.critical_batch import figure
+from batchwright.noise.efficiency import steps_over_minimum
+from batchwright.report.display import draw_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+
+    from batchwright.noise.best_batch import BestBatch
+    from batchwright.noise.branch_curve import Branch, MeasuredCriticalBatch
+    from batchwright.noise.critical_batch import CriticalBatch
+    from batchwright.noise.noise_result import NoiseRun
+    from batchwright.report.display import Columns
+
+
+# The best batch as text: the answer, a row per batch worth comparing, and what it rests on.
+
+
+def summarize_best_batch(best: BestBatch) -> str:
+    """Say the answer in one line.
+
+    >>> from batchwright.noise.best_batch import best_batch
+    >>> summarize_best_batch(best_batch(400, {16: 0.12, 64: 0.24, 256: 0.72}))
+    'effective batch 113 reaches the loss soonest; 67 to 192 are within 5 % of its time'
+    """
+    first, last = best.range_within_5_percent
+    ends = f"{best.low:,} or more" if best.high is None else f"{best.low:,} to {best.high:,}"
+    interval = "" if best.low == best.value == best.high else f" [{ends}]"
+    answer = f"effective batch {best.value:,}{interval} reaches the loss soonest"
+    return f"{answer}; {first:,} to {last:,} are within 5 % of its time"
+
+
+def best_batch_columns(best: BestBatch) -> Columns:
+    """A row per batch: the best, then in order the ends of the range and the batches that were timed."""
+    step, batches = best.step_seconds, _batches(best)
+    return [
+        ("effective\nbatch", [f"{'' if step.covers(batch) else '~'}{batch:,}" for batch in batches]),
+        ("step\nseconds", [f"{step.at(batch):.3g}" for batch in batches]),
+        ("steps over\nthe minimum", [f"{steps_over_minimum(batch, best.noise_scale):.3g}x" for batch in batches]),
+        ("time to\nthe loss", [f"{best.time_ratio(batch):.3g}x" for batch in batches]),
+    ]
+
+
+def best_batch_remarks(best: BestBatch) -> Iterator[str]:
+    """What has to be said below the table, a line each."""
+    for words in best.words:
+        yield f"{words}."
+    if any(not best.step_seconds.covers(batch) for batch in _batches(best)):
+        yield "~ is outside the batches that were timed."
+
+
+def draw_best_batch(best: BestBatch) -> RenderableType:
+    """Draw the answer for a terminal."""
+    return draw_table(summarize_best_batch(best), best_batch_columns(best), best_batch_remarks(best))
+
+
+def _batches(best: BestBatch) -> list[int]:
+    others = {*best.range_within_5_percent, *(batch for batch, _ in best.step_seconds.points)} - {best.value}
+    return [best.value, *sorted(others)]
+
+
+# Branches at several batches as text: the critical batch by the curve, beside the noise scale.
+
+
+def summarize_branches(found: MeasuredCriticalBatch) -> str:
+    """Say the answer in one line."""
+    critical = found.critical_batch
+    told = str(critical) if critical.resolved else f"{figure(critical.value)} samples"
+    proxy = "" if found.ratio is None else f", {found.ratio:.2g} times the noise scale"
+    return f"critical batch by training: {told}{proxy}"
+
+
+def branches_columns(found: MeasuredCriticalBatch) -> list[tuple[str, list[str]]]:
+    """A row per batch."""
+
+    def fitted(branch: Branch) -> str:
+        return f"{found.min_steps + found.min_examples / branch.batch:,.0f}"
+
+    rows = found.branches
+    return [
+        ("batch", [f"{row.batch:,}" for row in rows]),
+        ("learning\nrate x", ["-" if math.isnan(f := row.learning_rate_factor) else f"{f:.3g}" for row in rows]),
+        ("steps", ["not reached" if row.mean_steps is None else f"{row.mean_steps:,.0f}" for row in rows]),
+        ("by the\ncurve", [fitted(row) for row in rows]),
+        ("examples", ["-" if row.mean_steps is None else f"{row.mean_steps * row.batch:,.0f}" for row in rows]),
+    ]
+
+
+def branches_remarks(found: MeasuredCriticalBatch) -> Iterator[str]:
+    """What has to be said below the table, a line each."""
+    yield f"steps to a held-out loss of {found.target_loss:.4g}, mean of {len(found.branches[0].steps)} seeds."
+    yield f"at least {found.min_steps:,.0f} steps at any batch, at least {found.min_examples:,.0f} examples."
+    if found.noise_scale is not None:
+        yield f"noise scale along the smallest batch's run: {found.noise_scale}."
+    for note in found.notes:
+        yield f"note: {note}."
+
+
+def draw_branches(found: MeasuredCriticalBatch) -> RenderableType:
+    """Draw the measurement for a terminal."""
+    return draw_table(summarize_branches(found), branches_columns(found), branches_remarks(found))
+
+
+def summarize_noise(run: NoiseRun) -> str:
+    """Say the answer in one line."""
+    found, batch, unit = f"critical batch {run.critical_batch}", run.verdict.effective_batch, run.verdict.critical.unit
+    return f"{run.name}: {found}; the batch in use, {figure(batch)} {unit}, is {_beside(run.verdict.position)}"
+
+
+def _beside(position: str) -> str:
+    return {"unresolved": "not yet placed beside it", "near": "near it", "beyond": "beyond it"}.get(
+        position, f"{position} it"
+    )
+
+
+def noise_columns(run: NoiseRun) -> list[tuple[str, list[str]]]:
+    """A row per point of the trend."""
+    points = run.history
+    return [
+        ("step", [f"{point.step:,}" for point in points]),
+        ("samples", [f"{point.samples:,}" for point in points]),
+        ("loss", [f"{point.loss:.4g}" for point in points]),
+        (f"critical batch\n({run.critical_batch.unit})", [_value(point.critical_batch) for point in points]),
+        ("95 %\nfrom", [figure(point.critical_batch.low) for point in points]),
+        ("to", [_end(point.critical_batch.high) for point in points]),
+        ("steps\naveraged", [f"{point.critical_batch.observations:,}" for point in points]),
+    ]
+
+
+def noise_remarks(run: NoiseRun) -> Iterator[str]:
+    """What has to be said below the table, a line each."""
+    split = f"micro-batch {run.micro_batch:,} x accumulation {run.accumulation:,}"
+    yield f"trained {run.steps:,} steps of {run.effective_batch:,} samples ({split} x devices {run.ranks}) on {run.on}."
+    yield f"trend: {_trend(run)}."
+    samples = run.critical_batch.in_samples()
+    if samples is not None and samples is not run.critical_batch:
+        yield f"in samples: {samples}."
+    if len(run.by_group) > 1:
+        yield "by parameter group: " + "; ".join(f"{name} {each}" for name, each in run.by_group.items()) + "."
+    if not run.critical_batch.resolved:
+        yield f"the upper end is not resolved: {_further(run.critical_batch)}."
+    yield f"verdict: {run.verdict.recommendation}."
+    yield f"wasted: {run.verdict.waste.percent} of the samples, beside a tiny batch."
+    for words in run.verdict.words[1:]:
+        if words not in run.verdict.recommendation:
+            yield f"{words}."
+    if run.best is not None:
+        yield f"by the step times: {run.recommendation}."
+    if run.gamma is not None:
+        yield (
+            f"gamma {run.gamma:.2f}: a batch that followed the trend would need {100 * run.gamma:.0f} % of the samples "
+            "above the least possible, in as many steps; near 1 a fixed batch is as good."
+        )
+    for reason, number in (run.skipped or {}).items():
+        yield f"left out: {number:,} of {run.steps:,} steps: {reason}."
+    for note in run.notes:
+        yield f"note: {note}."
+
+
+def draw_noise(run: NoiseRun) -> RenderableType:
+    """Draw the run for a terminal."""
+    return draw_table(summarize_noise(run), noise_columns(run), noise_remarks(run))
+
+
+def _trend(run: NoiseRun) -> str:
+    if len(run.history) < 2:
+        return "too few steps to show one"
+    first, last = run.history[0], run.history[-1]
+    losses = f"while the loss went from {first.loss:.4g} to {last.loss:.4g}"
+    before, after = first.critical_batch, last.critical_batch
+    if after.low > before.high:
+        return f"the critical batch rose from {before} to {after}, {losses}"
+    if after.high < before.low:
+        return f"the critical batch fell from {before} to {after}, {losses}"
+    return f"no change that the intervals can tell ({_value(before)} to {_value(after)} {after.unit}), {losses}"
+
+
+def _further(critical: CriticalBatch) -> str:
+    if critical.steps_needed is None:
+        return (
+            "the signal is not told from 0 yet, so nothing says how many steps it takes; a larger batch tells it sooner"
+        )
+    return f"about {critical.steps_needed:,} more steps of this batch would, or fewer of a larger one"
+
+
+def _value(critical: CriticalBatch) -> str:
+    return "-" if critical.value == float("inf") else figure(critical.value)
+
+
+def _end(value: float) -> str:
+    return "not resolved" if value == float("inf") else figure(value)

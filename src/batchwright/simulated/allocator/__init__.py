@@ -1,0 +1,1 @@
+"""PyTorch's CUDA caching allocator without a card: settings, blocks, segments, snapshots."""

@@ -1,0 +1,151 @@
+"""A card that is simulated: torch answers for it, its allocator is replayed, and it runs out of memory where it would.
+
+Promises:
+- a run on it ends in `torch.OutOfMemoryError` at the very allocation where the real card would raise it, after the
+  allocator has given back what it had cached;
+- what cuBLAS keeps for each thread is taken when a thread multiplies for the first time, as on the card.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from batchwright.catalogue.cards import Card, context_of, cublas_workspace_bytes
+from batchwright.simulated.allocator.caching_allocator import CachingAllocator, Requests, SimulatedOutOfMemory
+from batchwright.simulated.allocator.settings import AllocatorSettings
+from batchwright.simulated.operators.attention import CurrentCard, register_attention
+from batchwright.simulated.operators.autocast import forget_casts, register_autocast
+from batchwright.simulated.operators.cuda_kernels import moments_on_card, most_workspace, register_fused_operators
+from batchwright.simulated.operators.recurrent import register_recurrent
+from batchwright.simulated.torch_patches.backend import errors_put_back, forget_taken, switched_on
+from batchwright.simulated.torch_patches.patches import Patch, TorchPatches, applied, undone
+from batchwright.simulated.torch_patches.redirected_calls import modules_move_in_place
+from batchwright.simulated.torch_patches.torch_cuda import answering_for
+from batchwright.units import PeakBytes, format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from batchwright.simulated.allocator.blocks import Block
+    from batchwright.simulated.allocator.snapshot import History, Owner
+    from batchwright.simulated.operators.cuda_kernels import Moment
+
+
+_aten = torch.ops.aten
+_MULTIPLIES = {
+    _aten.mm.default,
+    _aten.bmm.default,
+    _aten.addmm.default,
+    _aten.baddbmm.default,
+    _aten.addbmm.default,
+    _aten.mv.default,
+    _aten.addmv.default,
+    _aten.dot.default,
+}
+
+
+def kernels_of(card: Card) -> tuple[object, ...]:
+    """What of a card decides which kernels run and what they hold; cards that agree in it trace alike."""
+    generation = sum(card.capability >= first for first in ((7, 0), (8, 0)))
+    return (card.vendor, generation, cublas_workspace_bytes(card))
+
+
+class SimulatedCard:
+    """One card, from its context to its last block."""
+
+    def __init__(
+        self,
+        card: Card,
+        settings: AllocatorSettings | None = None,
+        *,
+        is_roomy: bool = False,
+        history: History | None = None,
+    ) -> None:
+        self.card = card
+        self.context = context_of(card)
+        settings = settings or AllocatorSettings()
+        self.allocator = CachingAllocator(
+            None if is_roomy else max(card.total_bytes - self.context.typical_bytes, 0),
+            settings,
+            None if is_roomy else settings.allowed_bytes(card.total_bytes),
+            listener=None if history is None else history.listen,
+        )
+        self.history = history
+        self._workspaces: dict[str, Block] = {}
+        self._most_allocated = 0
+        self.requests = Requests()
+
+    @contextmanager
+    def running(self) -> Iterator[torch.device]:
+        """Have torch take this card for real, and yield the device that stands for it."""
+        # Dynamo makes a table of torch's functions, again after a reset, which must not be while others stand in.
+        import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
+        register_autocast()
+        register_attention()
+        register_fused_operators()
+        register_recurrent()
+        with (
+            TorchPatches(),
+            switched_on() as device,
+            undone(forget_casts),
+            undone(forget_taken),
+            applied(answering_for(self.card, self.allocator), modules_move_in_place(), errors_put_back()),
+            applied([Patch(CurrentCard, "card", self.card)]),
+        ):
+            yield device
+
+    def malloc(self, num_bytes: int, owner: Owner = ("", "", "")) -> Block:
+        """Take memory, or run out of it as the card would; `owner` is who asked, for a history."""
+        if self.history is not None:
+            self.history.owner = owner
+        try:
+            block = self.allocator.malloc(num_bytes)
+        except SimulatedOutOfMemory as error:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {format_bytes(error.requested)}. {self.card.product} "
+                f"(simulated) has a total capacity of {format_bytes(self.card.total_bytes)} of which "
+                f"{format_bytes(error.free)} is free; {format_bytes(error.allocated)} is allocated by PyTorch, and "
+                f"{format_bytes(error.reserved - error.allocated)} is reserved by PyTorch but unallocated."
+            ) from None
+        self.requests.took(block, num_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Give memory back to the allocator."""
+        self.requests.gave_back(block)
+        self.allocator.free(block)
+
+    def workspaces_for(self, func: Callable[..., Any], phase: str) -> int:
+        """Return the bytes that a library takes for itself as it runs for the first time in a thread, and keeps."""
+        thread = "backward" if phase == "backward" else "forward"
+        if func not in _MULTIPLIES or thread in self._workspaces:
+            return 0
+        num_bytes = cublas_workspace_bytes(self.card)
+        self._workspaces[thread] = self.malloc(num_bytes, ("cuBLAS workspace", "", phase))
+        return num_bytes
+
+    def moments_of(
+        self, func: Callable[..., Any], args: Sequence[Any], outputs: Sequence[torch.Tensor]
+    ) -> list[Moment]:
+        """What happens inside an operator on this card."""
+        most = most_workspace(self.card, func, args, outputs)
+        if most:
+            made = sum(tensor.numel() * tensor.element_size() for tensor in outputs)
+            self._most_allocated = max(self._most_allocated, self.allocator.stats.allocated.current + made + most)
+        return moments_on_card(self.card, func, args, outputs)
+
+    @property
+    def unsure_bytes(self) -> int:
+        """By how much the peak would be higher if every convolution held the most that it may."""
+        return max(self._most_allocated - self.allocator.stats.allocated.peak, 0)
+
+    @property
+    def peak_bytes(self) -> PeakBytes:
+        """The three peaks so far."""
+        stats = self.allocator.stats
+        reserved = stats.reserved.peak
+        return PeakBytes(stats.allocated.peak, reserved, reserved + self.context.typical_bytes)

@@ -1,0 +1,285 @@
+"""A step that names `cuda` runs on the simulated card: every call of torch that takes a device is led there.
+
+Promises:
+- `device="cuda"`, `.cuda()`, `.to("cuda")`, `.to(0)` and `torch.device("cuda")` as a context lead to the target;
+- a tensor on the card says of itself what one on a GPU says: `is_cuda`, `device` is `cuda:0`;
+- `.type("torch.cuda.FloatTensor")` leads there too (old_types.py);
+- indices that are lists, ranges or arrays work as on a GPU (python_indices.py);
+- `torch.tensor(..., device="cuda")`, which escapes fake tensors, is made on the host and moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from batchwright.errors import CannotTraceError
+from batchwright.simulated.torch_patches.backend import NAME, is_on_card, raising_what_was_taken, refuse_other_cards
+from batchwright.simulated.torch_patches.patches import Patch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+# The old way to name a number format together with a device: `torch.cuda.FloatTensor`, as a type, a name or a call.
+
+_NAMES = {
+    torch.float32: "FloatTensor",
+    torch.float64: "DoubleTensor",
+    torch.float16: "HalfTensor",
+    torch.bfloat16: "BFloat16Tensor",
+    torch.int64: "LongTensor",
+    torch.int32: "IntTensor",
+    torch.int16: "ShortTensor",
+    torch.int8: "CharTensor",
+    torch.uint8: "ByteTensor",
+    torch.bool: "BoolTensor",
+}
+
+
+class _OnCard(type):
+    """A type whose instances are all tensors of one number format on the card."""
+
+    dtype: torch.dtype
+
+    def __instancecheck__(cls, tensor: object) -> bool:
+        return isinstance(tensor, torch.Tensor) and is_on_card(tensor) and tensor.dtype == cls.dtype
+
+    def __call__(cls, *given: Any) -> torch.Tensor:
+        if len(given) == 1 and not isinstance(given[0], int | torch.Size):
+            return torch.as_tensor(given[0], dtype=cls.dtype, device="cuda")
+        return torch.empty(*given, dtype=cls.dtype, device="cuda")
+
+
+def old_types() -> Iterator[Patch]:
+    """Have `torch.cuda.FloatTensor` and the like stand for tensors of the card."""
+    for dtype, name in _NAMES.items():
+        yield Patch(torch.cuda, name, _OnCard(name, (), {"dtype": dtype, "__module__": "torch.cuda"}))
+
+
+def typed(target: torch.device, tensor: torch.Tensor, dtype: Any = None, **options: Any) -> Any:
+    """Do what `Tensor.type` does, the card being `target`: say the type, or cast to one."""
+    if dtype is None:
+        return ("torch.cuda." if is_on_card(tensor) else "torch.") + _NAMES[tensor.dtype]
+    called = f"{dtype.__module__}.{dtype.__name__}" if isinstance(dtype, type) else str(dtype)
+    for known, name in _NAMES.items():
+        if called in (f"torch.cuda.{name}", f"torch.{name}"):
+            return tensor.to(target if "cuda" in called else torch.device("cpu"), known, **options)
+    return tensor.type(dtype, **options)
+
+
+# Indexing a tensor of the card with Python values: `y[:, [0, 2]]`, `y[[True, False]]`, `y[range(3)]`, numpy arrays.
+#
+# torch makes an index tensor of such a value on the device itself, past every mode, and on a simulated card nothing
+# can
+# be made that way. So the index is made here, on the host, and moved, which takes what it takes on CUDA.
+#
+# Promises:
+# - what torch takes for one index and what for several is told apart as torch does it;
+# - a tensor of the host cannot be indexed with one of the card, as on CUDA.
+
+_MASKS = (torch.bool, torch.uint8)
+# torch/csrc/autograd/python_variable_indexing.cpp: a sequence as long as this is always one index.
+_ALWAYS_ONE = 32
+
+
+def index_on_card(index: Any, target: torch.device) -> Any:
+    """Return an index of a tensor on the card with every Python sequence in it made a tensor there."""
+    if isinstance(index, tuple) or _is_several(index):
+        return tuple(_one_index(part, target) for part in index)
+    return _one_index(index, target)
+
+
+def refuse_index_of_card(index: Any) -> None:
+    """Raise what CUDA raises where a tensor of the host is indexed with one of the card."""
+    for part in index if isinstance(index, tuple) else (index,):
+        if isinstance(part, torch.Tensor) and is_on_card(part):
+            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+
+
+def _is_sequence(value: Any) -> bool:
+    # An array of numpy is no Sequence of Python's; torch takes it for one.
+    is_array = hasattr(value, "__array_interface__") and getattr(value, "ndim", 0) > 0
+    return is_array or (isinstance(value, Sequence) and not isinstance(value, str | bytes))
+
+
+def _is_several(index: Any) -> bool:
+    """Whether a list is taken for a tuple of indices: a short one of anything but plain numbers."""
+    if not isinstance(index, Sequence) or isinstance(index, str | bytes) or len(index) >= _ALWAYS_ONE:
+        return False
+    return any(
+        part is None or part is Ellipsis or isinstance(part, torch.Tensor | slice) or _is_sequence(part)
+        for part in index
+    )
+
+
+def _one_index(value: Any, target: torch.device) -> Any:
+    if isinstance(value, torch.Tensor) or not _is_sequence(value):
+        return value
+    made = torch.tensor(_numbers(value), device="cpu")
+    return (made if made.dtype in _MASKS else made.to(torch.int64)).to(target)
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()  # torch reads the single tensors of a list
+    if hasattr(value, "__array_interface__"):
+        return value.tolist()
+    return [_numbers(part) for part in value] if _is_sequence(value) else value
+
+
+# `model.cuda()`, `model.to("cuda")`, `model.half()` on fake parameters.
+#
+# torch swaps a fake parameter for the moved one, which it cannot while the trace watches the parameter.
+#
+# Promises:
+# - a parameter, gradient or buffer that is already there stays the very same;
+# - one that is not is moved within itself, so that an optimizer which holds it goes on holding it.
+
+
+def modules_move_in_place() -> Iterator[Patch]:
+    """Have modules move their fake parameters without swapping them."""
+    yield Patch(nn.Module, "_apply", _in_place(nn.Module._apply))
+
+
+def _in_place(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def move(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        held = [parameter for parameter in self._parameters.values() if parameter is not None]
+        if not any(isinstance(parameter, FakeTensor) or is_traceable_wrapper_subclass(parameter) for parameter in held):
+            return apply(self, fn, recurse)  # real ones, or those of a model that is being built on meta
+        if recurse:
+            for module in self.children():
+                module._apply(fn)
+        for parameter in held:
+            gradient, parameter.grad = parameter.grad, None
+            _move(parameter, fn)
+            if gradient is not None:
+                _move(gradient, fn)
+            parameter.grad = gradient
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer)
+        return self
+
+    return move
+
+
+def _move(tensor: Any, fn: Callable[[Any], Any]) -> None:
+    with torch.no_grad():
+        moved = fn(tensor)
+    if moved is tensor:
+        return
+    moved = moved.detach().requires_grad_(tensor.requires_grad)
+    if not isinstance(tensor, FakeTensor):  # a shard
+        torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad))
+        return
+    # `.data =` is refused between devices, and torch's own swap where anything refers weakly to the tensor, as the
+    # trace does: the tensor's insides and what is written on it (where it lies, above all) are exchanged by hand.
+    torch._C._swap_tensor_impl(tensor, moved)
+    tensor.__dict__, moved.__dict__ = moved.__dict__, tensor.__dict__
+
+
+# `torch.compile` while a card is simulated: the eager module is traced, and a note says so.
+
+_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+_NOTE = "the model is compiled; it was traced as eager, and a compiled run may need less"
+
+
+def compiled_as_eager(note: Callable[[str], None]) -> Iterator[Patch]:
+    """Have `torch.compile` and `module.compile` return what they are given."""
+
+    def compile_(model: Any = None, **options: Any) -> Any:
+        _refuse_graphs(options)
+        note(_NOTE)
+        return (lambda function: function) if model is None else model
+
+    def compile_module(self: nn.Module, *_: Any, **options: Any) -> None:
+        compile_(self, **options)
+
+    yield Patch(torch, "compile", compile_)
+    yield Patch(nn.Module, "compile", compile_module)
+
+
+def _refuse_graphs(options: dict[str, Any]) -> None:
+    if options.get("mode") in _WITH_GRAPHS or (options.get("options") or {}).get("triton.cudagraphs"):
+        raise CannotTraceError(
+            "the model is compiled with CUDA graphs, whose memory pools of their own are not simulated.",
+            remedy='torch.compile(model) without mode="reduce-overhead" or "max-autotune"',
+        )
+
+
+_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+_GET_DEVICE = torch.Tensor.get_device
+_FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
+_PINNED = (torch.Tensor.pin_memory, torch.Tensor.is_pinned)
+_INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_MOVES_ARGUMENTS = (torch.Tensor.to,)
+_GPU = ("cuda", NAME)
+
+
+class RedirectedCalls(TorchFunctionMode):
+    """Leads calls that name a GPU to `target`: the simulated card, or meta while a model is built."""
+
+    def __init__(self, target: torch.device) -> None:
+        super().__init__()
+        self.target = target
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one call of torch, its devices exchanged."""
+        kwargs = kwargs or {}
+        if func is torch.device:
+            return func(*args, **kwargs)  # a name is only led where it is used
+        # Getters are made anew each time they are looked up, so they are equal, not the same.
+        if func == _IS_CUDA:
+            return is_on_card(args[0])
+        if func is _GET_DEVICE:
+            return 0 if is_on_card(args[0]) else func(*args)
+        if func in _PINNED:
+            # Pinned memory is the host's: nothing of it is on the card.
+            return args[0] if func is torch.Tensor.pin_memory else True
+        if func is torch.Tensor.cuda:
+            where = args[1] if len(args) > 1 else kwargs.get("device")
+            self._led(torch.device("cuda", where) if type(where) is int else where)
+            return args[0].to(self.target)
+        if func is torch.Tensor.type:
+            return typed(self.target, *args, **kwargs)
+        if func is torch.Tensor.new_tensor and is_on_card(args[0]):
+            made = torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype))
+            return made.to(self._led(kwargs.get("device", self.target))).requires_grad_(
+                kwargs.get("requires_grad", False)
+            )
+        if func in _INDEXED and self.target.type == NAME:
+            if is_on_card(args[0]):
+                args = (args[0], index_on_card(args[1], self.target), *args[2:])
+            else:
+                refuse_index_of_card(args[1])
+        args = tuple(self._led(value) for value in args)
+        kwargs = {name: self._led(value) for name, value in kwargs.items() if name != "pin_memory"}
+        if func in _MOVES_ARGUMENTS and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], self._led(torch.device("cuda", args[1])), *args[2:])
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = self._led(torch.device("cuda", kwargs["device"]))
+        if kwargs.get("generator") is not None and kwargs["generator"].device.type != "cpu":
+            del kwargs["generator"]
+        if func in _FROM_VALUES and kwargs.get("device") is not None:
+            device, is_trained = kwargs.pop("device"), kwargs.pop("requires_grad", False)
+            return func(*args, **kwargs, device="cpu").to(device).requires_grad_(is_trained)
+        return raising_what_was_taken(func, *args, **kwargs)
+
+    def _led(self, value: Any) -> Any:
+        if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
+            value = torch.device(value)
+        # On the host no tensor is on the simulated device, unless another simulated run goes on in here.
+        led = ("cuda",) if self.target.type == "cpu" else _GPU
+        if not isinstance(value, torch.device) or value.type not in led:
+            return value
+        refuse_other_cards(value.index)
+        return self.target

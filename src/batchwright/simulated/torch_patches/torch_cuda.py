@@ -1,0 +1,342 @@
+"""What `torch.cuda` answers while a card is simulated: there is one, it is this one, and so much of it is taken.
+
+Promises:
+- questions (is there one, its name, its generation, what is taken) are answered for the simulated card;
+- what only orders work in time (streams, events, synchronize) does nothing, what cannot be simulated (graphs) is
+  refused;
+- torch is as it was afterwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
+
+from batchwright.catalogue.cards import context_of
+from batchwright.errors import CannotTraceError
+from batchwright.simulated.allocator.snapshot import History
+from batchwright.simulated.operators.autocast import forget_casts
+from batchwright.simulated.torch_patches.backend import NAME
+from batchwright.simulated.torch_patches.patches import Patch
+from batchwright.simulated.torch_patches.redirected_calls import old_types
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterator, Mapping
+
+    from batchwright.catalogue.cards import Card
+    from batchwright.simulated.allocator.caching_allocator import CachingAllocator
+
+
+# What torch answers about the memory of a simulated card; `torch.cuda` and `torch.accelerator` ask one allocator.
+
+# As torch.cuda.memory_stats names them, and as the allocator does. No other stream ever uses a block here, so that
+# blocks are active as long as they are allocated.
+_FAMILIES = {
+    "allocated_bytes": "allocated",
+    "reserved_bytes": "reserved",
+    "active_bytes": "active",
+    "requested_bytes": "requested",
+    "inactive_split_bytes": "inactive_split",
+    "segment": "num_segments",
+    "allocation": "num_allocations",
+    "active": "num_allocations",
+}
+_COUNTS = (
+    *("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free"),
+    "num_oom_rejections",
+)
+
+
+def memory_answers(card: Card, allocator: CachingAllocator) -> dict[str, Callable[..., Any]]:
+    """Return what each question about memory is answered with."""
+    stats = allocator.stats
+    return {
+        "mem_get_info": lambda device=None: (_free(card, allocator), card.total_bytes),
+        "get_memory_info": lambda device=None: (_free(card, allocator), card.total_bytes),
+        "device_memory_used": lambda device=None: card.total_bytes - _free(card, allocator),
+        "memory_allocated": lambda device=None: stats.allocated.current,
+        "max_memory_allocated": lambda device=None: stats.allocated.peak,
+        "memory_reserved": lambda device=None: stats.reserved.current,
+        "max_memory_reserved": lambda device=None: stats.reserved.peak,
+        "memory_stats": lambda device=None: _memory_stats(allocator),
+        "memory_stats_as_nested_dict": lambda device=None: _nested(_memory_stats(allocator)),
+        "memory_summary": lambda device=None, abbreviated=False: _summary(card, allocator),
+        "memory_snapshot": lambda mempool_id=None, include_traces=True: History().snapshot(allocator)["segments"],
+        "_snapshot": lambda device=None, augment_with_fx_traces=False: History().snapshot(allocator),
+        "reset_peak_memory_stats": lambda device=None: allocator.reset_peaks(),
+        "reset_accumulated_memory_stats": lambda device=None: stats.reset_accumulated(),
+        "get_allocator_backend": lambda: "native",
+        "empty_cache": allocator.empty_cache,
+    }
+
+
+def _free(card: Card, allocator: CachingAllocator) -> int:
+    """What nobody has taken; of a card with room to spare, no more than there is."""
+    left = card.total_bytes - context_of(card).typical_bytes - allocator.stats.reserved.current
+    return max(min(allocator.free_on_card, left), 0)
+
+
+def _summary(card: Card, allocator: CachingAllocator) -> str:
+    told = "\n".join(f"{name}: {number:,}" for name, number in _memory_stats(allocator).items())
+    return f"{card.product}, simulated\n{told}"
+
+
+def _memory_stats(allocator: CachingAllocator) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, ours in _FAMILIES.items():
+        counter = getattr(allocator.stats, ours)
+        found[f"{name}.all.current"], found[f"{name}.all.peak"] = counter.current, counter.peak
+        found[f"{name}.all.allocated"], found[f"{name}.all.freed"] = counter.risen, counter.fallen
+    return found | {name: getattr(allocator.stats, name) for name in _COUNTS}
+
+
+def _nested(stats: dict[str, int]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, number in stats.items():
+        *path, last = name.split(".")
+        place = found
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = number
+    return found
+
+
+# What else of torch speaks for a CUDA library that is not there: versions, cuDNN, NCCL, `torch.accelerator`.
+#
+# Promises:
+# - versions are those of a usual build, and read the same for every card;
+# - a function of `torch.cuda` that would ask the library for something nobody answers is refused by its name.
+
+# The build whose wheels run on every card of the catalogue, from Volta to Blackwell.
+_CUDA, _CUDNN, _NCCL = "12.8", 91002, (2, 27, 5)
+_MODULES = ("torch.cuda", "torch.cuda.memory", "torch.cuda.random", "torch.cuda.nccl")
+_ASKS_LIBRARY = ("_cuda_", "_nccl_")
+_ASKS_DRIVER = ("utilization", "temperature", "power_draw", "clock_rate", "memory_usage", "list_gpu_processes")
+_BELONG_TO_LIBRARY = ("MemPool", "CUDAPluggableAllocator", "_dump_snapshot", *_ASKS_DRIVER)
+
+
+def library_answers(cuda: Mapping[str, Any]) -> Iterator[Patch]:
+    """Have torch speak of a CUDA build; of what `cuda` answers for torch.cuda, torch.accelerator answers its part."""
+    cudnn: Any = torch.backends.cudnn
+    yield Patch(torch.version, "cuda", _CUDA)
+    yield Patch(cudnn, "version", lambda: _CUDNN)
+    yield Patch(cudnn, "is_available", lambda: True)
+    # Asked by RNNs before they lay their weights out anew, in memory that has to be real.
+    yield Patch(cudnn, "is_acceptable", lambda tensor: False)
+    for name, answer in (("get", lambda: 10), ("set", lambda limit: None)):
+        yield Patch(torch._C, f"_cuda_{name}_cudnn_benchmark_limit", answer)
+    yield Patch(torch.cuda.nccl, "version", lambda: _NCCL)
+    yield from (*_of_accelerator(cuda), *_refusals(cuda))
+
+
+def _of_accelerator(cuda: Mapping[str, Any]) -> Iterator[Patch]:
+    accelerator: Any = torch.accelerator
+    told = {
+        **cuda,
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "empty_host_cache": lambda: None,
+        **dict.fromkeys(("current_device_index", "current_device_idx"), cuda["current_device"]),
+        **dict.fromkeys(("set_device_index", "set_device_idx"), cuda["set_device"]),
+        "device_index": cuda["device"],
+    }
+    # What a card is capable of is put in other words there.
+    del told["get_device_capability"]
+    for place in (accelerator, getattr(accelerator, "memory", None)):
+        yield from (Patch(place, name, answer) for name, answer in told.items() if place and name in vars(place))
+
+
+def _refusals(answered: Container[str]) -> Iterator[Patch]:
+    for place in map(import_module, _MODULES):
+        for name, value in vars(place).items():
+            is_public = not name.startswith("_") and inspect.isfunction(value) and _asks_library(value)
+            is_answered = name in answered or (place is torch.cuda.nccl and name == "version")
+            if (is_public or name in _BELONG_TO_LIBRARY) and not is_answered:
+                yield Patch(place, name, _refusal(f"torch.cuda.{name}"))
+
+
+def _asks_library(function: Callable[..., Any]) -> bool:
+    code: Any = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and any(name.startswith(_ASKS_LIBRARY) for name in code.co_names)
+
+
+def _refusal(called: str) -> Callable[..., None]:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CannotTraceError(
+            f"{called} asks the CUDA library or the driver, and this card is simulated.",
+            remedy="leave that call out of the step that is traced",
+        )
+
+    return refuse
+
+
+_FIRST_WITH_BFLOAT16 = (8, 0)
+_DOES_NOTHING = (
+    *("synchronize", "set_device", "manual_seed", "manual_seed_all", "seed", "seed_all", "init", "_lazy_init"),
+    *("ipc_collect", "set_stream", "set_rng_state", "set_per_process_memory_fraction"),
+    *("set_rng_state_all", "set_sync_debug_mode", "_sleep", "_record_memory_history"),
+)
+# Of the generation's best known card; others of it differ. Kernels choose tiles by it, no bytes here follow from it.
+_L2_MIB = {(7, 0): 6, (7, 5): 4, (8, 0): 40, (8, 6): 6, (8, 9): 72, (9, 0): 50, (10, 0): 126, (12, 0): 96}
+_L2_OTHERWISE_MIB = 50
+_SEEN_AS = torch.device("cuda", 0)
+
+
+class _InOrder:
+    """A stream or an event: there is only one order of things here."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.cuda_stream = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "record_event":
+            return lambda event=None: _InOrder() if event is None else event
+        return lambda *_, **__: True if name == "query" else 0.0 if name == "elapsed_time" else None
+
+    def __enter__(self) -> _InOrder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+_Generator: Any = torch.Generator
+# Looked up here: where one run is inside another, what stands in the class is no property.
+_TRUE_DEVICE: Any = vars(FakeTensor)["device"]
+
+
+class _GeneratorOnHost(_Generator):  # type: ignore[misc]
+    """Random numbers of a card that has none to draw: the generator is the host's."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _Generator.__new__(cls, "cpu" if str(device).startswith("cuda") else device)
+
+
+class _Graph:
+    """Refused: a class all the same, because type hints speak of it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise CannotTraceError(
+            "the step records a CUDA graph, whose memory pools of its own are not simulated.",
+            remedy="estimate the step without graphs; a graph keeps what it uses beside the rest",
+        )
+
+
+def answers(card: Card, allocator: CachingAllocator) -> dict[str, Any]:
+    """Return what each name of `torch.cuda` stands for."""
+    major, minor = card.capability
+    properties = SimpleNamespace(
+        name=card.product,
+        total_memory=card.total_bytes,
+        major=major,
+        minor=minor,
+        multi_processor_count=card.num_sms,
+        warp_size=32,
+        L2_cache_size=_L2_MIB.get((major, minor), _L2_OTHERWISE_MIB) << 20,
+        regs_per_multiprocessor=65536,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        gcnArchName="",
+    )
+    return {
+        **dict.fromkeys(_DOES_NOTHING, _nothing),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "is_bf16_supported": lambda including_emulation=True: (
+            including_emulation or (major, minor) >= _FIRST_WITH_BFLOAT16
+        ),
+        "get_device_name": lambda device=None: card.product,
+        "get_device_capability": lambda device=None: (major, minor),
+        "get_device_properties": lambda device=None: properties,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()],
+        "initial_seed": torch.initial_seed,
+        "get_arch_list": lambda: [f"sm_{major}{minor}"],
+        "get_sync_debug_mode": lambda: 0,
+        "is_current_stream_capturing": lambda: False,
+        "can_device_access_peer": lambda device, peer_device: False,
+        **memory_answers(card, allocator),
+        "Stream": _InOrder,
+        "Event": _InOrder,
+        "stream": _InOrder,
+        "device": _InOrder,
+        "current_stream": lambda device=None: _InOrder(),
+        "default_stream": lambda device=None: _InOrder(),
+        "CUDAGraph": _Graph,
+        "graph": _Graph,
+        "make_graphed_callables": _Graph,
+    }
+
+
+def answering_for(card: Card, allocator: CachingAllocator) -> Iterator[Patch]:
+    """Have torch answer for a card."""
+    told = answers(card, allocator)
+    yield from library_answers(told)
+    for name, answer in told.items():
+        for place in (torch.cuda, torch.cuda.memory, torch.cuda.random):
+            if hasattr(place, name):
+                yield Patch(place, name, answer)
+    for name in ("mark", "range", "range_pop", "range_push"):
+        yield Patch(torch.cuda.nvtx, name, _InOrder)
+    yield Patch(torch, "Generator", _GeneratorOnHost)
+    yield Patch(torch.Tensor, "record_stream", _nothing)
+    yield Patch(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))
+    # Where mixed precision is asked about CUDA, the simulated device is meant.
+    for name in ("set_autocast_enabled", "is_autocast_enabled", "set_autocast_dtype", "get_autocast_dtype"):
+        yield Patch(torch, name, _meaning_the_card(getattr(torch, name)))
+    yield Patch(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype(NAME))
+    yield Patch(torch, "clear_autocast_cache", _clear_both(torch.clear_autocast_cache))
+    # Optimizers take their multi-tensor form only for tensors of types they list.
+    for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        module: Any = import_module(name)
+        yield Patch(module, "_foreach_supported_types", [*module._foreach_supported_types, FakeTensor])
+    yield Patch(FakeTensor, "device", property(seen_device(_TRUE_DEVICE.fget)))
+    yield Patch(torch.nn.DataParallel, "forward", _on_the_one_card)
+    yield from old_types()
+
+
+def seen_device(true_device: Any) -> Callable[[Any], torch.device]:
+    """Have a tensor say of its device: cuda to a step, the truth to torch's own work on fake tensors."""
+
+    def seen(tensor: Any) -> torch.device:
+        device: torch.device = true_device(tensor)
+        is_asked_by_step = torch._C._is_torch_function_mode_enabled()
+        return _SEEN_AS if is_asked_by_step and device.type == NAME else device
+
+    return seen
+
+
+def _meaning_the_card(asked: Callable[..., Any]) -> Callable[..., Any]:
+    def ask(device_type: Any = "cuda", *args: Any) -> Any:
+        if isinstance(device_type, bool):  # the old form: set_autocast_enabled(True)
+            return asked(NAME, device_type)
+        return asked(NAME if device_type == "cuda" else device_type, *args)
+
+    return ask
+
+
+def _clear_both(clear: Callable[[], None]) -> Callable[[], None]:
+    def clear_both() -> None:
+        forget_casts()
+        clear()
+
+    return clear_both
+
+
+def _on_the_one_card(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """DataParallel scatters over the cards there are: over one it only moves what is not there yet."""
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("cuda"), (args, kwargs))
+    return self.module(*args, **kwargs)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass

@@ -1,0 +1,111 @@
+"""What a trace must refuse, where torch itself would fail in words of its own or go on with a wrong number.
+
+Promises:
+- values that leave the tensors (numpy, pickle, dlpack) are refused where they leave, so that the user's line is known;
+- an operator that is not torch's own, and whose shape rule is missing or fails, is refused by its name.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from batchwright.simulated.torch_patches.patches import Patch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+# What torch raises by itself where it needs values, or has no rule.
+TORCHS_OWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+_WAYS_OUT = ("numpy", "__reduce_ex__", "__dlpack__")
+_NAMESPACES_OF_TORCH = ("aten", "prim", "prims")
+
+
+class NotFollowedError(Exception):
+    """An operator that the trace cannot follow, and why; `tracing` turns it into what the user reads."""
+
+    def __init__(self, operator: str, reason: str) -> None:
+        super().__init__(f"{operator}: {reason}")
+        self.func = operator
+        self.reason = reason
+
+
+def values_stay_inside(known: Callable[[torch.Tensor], torch.Tensor | None] | None = None) -> Iterator[Patch]:
+    """Refuse to hand out what a traced tensor has not got; `known` returns one with its values where they are known."""
+    # On the class, not through a TorchFunctionMode: under such a mode modules leave their fast paths.
+    for name in _WAYS_OUT:
+        yield Patch(FakeTensor, name, _refusal(name, known if name == "numpy" else None))
+    # transformers leaves out a mask of nothing but ones, if it may look: it does not look into tensors that are fake.
+    transformers = sys.modules.get("transformers.utils.import_utils")
+    if known is not None and hasattr(transformers, "is_fake_tensor"):
+        yield Patch(transformers, "is_fake_tensor", lambda x: isinstance(x, FakeTensor) and known(x) is None)
+
+
+def _refusal(name: str, known: Callable[[torch.Tensor], torch.Tensor | None] | None) -> Callable[..., Any]:
+    def refuse(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
+        real = None if known is None else known(tensor)
+        if real is not None:
+            with _disable_current_modes():
+                return real.clone().numpy()
+        raise NotFollowedError(f"Tensor.{name}", "it takes values out of a tensor, and a traced tensor has none")
+
+    return refuse
+
+
+def shapes_from(rule: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
+    """Run the shape rule of an operator; say of one that is not torch's own that its rule is missing or fails."""
+    try:
+        return rule(*args, **kwargs)
+    except (*TORCHS_OWN, NotFollowedError):
+        raise
+    except Exception as error:
+        # Torch checks shapes in its own rules, so what they raise is most likely the user's mistake; but no mistake
+        # in shapes is "not implemented".
+        if func.namespace in _NAMESPACES_OF_TORCH and not isinstance(error, NotImplementedError):
+            raise
+        raise NotFollowedError(str(func), f"its shape rule is missing or fails ({_first_sentence(error)})") from error
+
+
+def _first_sentence(error: Exception) -> str:
+    """What failed; torch goes on, in the same line, with the list of all its backends."""
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line.split(". ")[0].removesuffix(".")
+
+
+def place_in_torch(error: AssertionError) -> str | None:
+    """Where torch came upon a tensor that fake ones cannot stand for (a nested one); None for any other assertion."""
+    fakes = str(Path(torch._subclasses.__file__).parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not frames[-1].filename.startswith(fakes):
+        return None
+    callers = [frame for frame in frames if not frame.filename.startswith(fakes)]
+    return f"{Path(callers[-1].filename).stem}.{callers[-1].name}"
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what of a tensor that is sharded over ranks lies on this one."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def storage_of(tensor: torch.Tensor, operator: str) -> torch.UntypedStorage:
+    """The one storage of a tensor, of a sharded one that of its own shard; what has none, or several, is refused."""
+    try:
+        return local_part(tensor).untyped_storage()
+    except NotImplementedError as error:
+        kind = str(tensor.layout).removeprefix("torch.").removeprefix("_")
+        kind = "opaque" if kind == "strided" else kind
+        raise NotFollowedError(operator, f"it makes a tensor of {kind} layout, whose memory is not followed") from error

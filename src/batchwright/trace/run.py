@@ -1,0 +1,229 @@
+"""Run a workload's step on fake tensors and return the log of its memory.
+
+Promises:
+- what runs is the very function that a real probe runs, with fake parameters put in;
+- the random state, the grad mode and the default device come back as they were;
+- a step that needs real values ends in `CannotTraceError`, which names the operator and the user's line.
+"""
+
+from __future__ import annotations
+
+import traceback
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from batchwright.device.step import handed_out, run_probe
+from batchwright.errors import CannotTraceError
+from batchwright.simulated.operators.recurrent import packed_by_numbers
+from batchwright.simulated.ranks import simulated_ranks
+from batchwright.simulated.torch_patches.patches import TorchPatches, applied
+from batchwright.simulated.torch_patches.redirected_calls import (
+    RedirectedCalls,
+    compiled_as_eager,
+    modules_move_in_place,
+)
+from batchwright.state.untouched import current_keep, untouched
+from batchwright.trace.fake_model import FakeParts, build_skeleton
+from batchwright.trace.host_batches import HostBatches, make_real_batch, users_line
+from batchwright.trace.refusals import TORCHS_OWN, NotFollowedError, place_in_torch, values_stay_inside
+from batchwright.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import nn
+
+    from batchwright.catalogue.cards import Context
+    from batchwright.simulated.card import SimulatedCard
+    from batchwright.trace.storages import Log
+    from batchwright.units import PeakBytes
+    from batchwright.workload import Workload
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The log of a run, and what has to be said about it."""
+
+    log: Log
+    notes: tuple[str, ...]
+    # How experts were assumed to share tokens, where the step asked; None where it did not.
+    routing: str | None = None
+    is_lower_bound: bool = False
+    # On a simulated card: what its allocator counted, and what its context takes.
+    peaks: PeakBytes | None = None
+    context: Context | None = None
+    # By how much its peak would be higher if every convolution held the most that it may.
+    unsure_bytes: int = 0
+    requests: tuple[int, ...] = ()
+
+
+def trace_workload(
+    workload: Workload,
+    micro_batch: int,
+    *,
+    shape: Mapping[str, Any] | None = None,
+    steps: int = 2,
+    accumulation: int = 1,
+    clip_norm: float | None = None,
+    routing: str = "balanced",
+    card: SimulatedCard | None = None,
+    devices: int = 1,
+) -> Traced:
+    """Trace full steps at one size, on the CPU or on a simulated card; on the latter as one of so many ranks."""
+    if card is None:
+        with untouched(workload, is_traced=True), TorchPatches():
+            return _trace_on(
+                torch.device("cpu"),
+                workload,
+                micro_batch,
+                shape,
+                steps,
+                accumulation,
+                clip_norm,
+                Trace(routing=routing),
+            )
+    with (
+        untouched(workload, is_traced=True),
+        TorchPatches(),
+        card.running() as device,
+        simulated_ranks(devices) if devices > 1 else nullcontext(),
+    ):
+        spread = workload if devices > 1 else replace(workload, wrap=None)
+        traced = _trace_on(
+            device, spread, micro_batch, shape, steps, accumulation, clip_norm, Trace(routing=routing, card=card)
+        )
+    events = tuple(card.requests.events)
+    return replace(traced, peaks=card.peak_bytes, context=card.context, unsure_bytes=card.unsure_bytes, requests=events)
+
+
+def _trace_on(
+    device: torch.device,
+    workload: Workload,
+    micro_batch: int,
+    shape: Mapping[str, Any] | None,
+    steps: int,
+    accumulation: int,
+    clip_norm: float | None,
+    trace: Trace,
+) -> Traced:
+    with RedirectedCalls(torch.device("meta")) if trace.card is not None else nullcontext():
+        skeleton, notes = build_skeleton(workload, is_card=trace.card is not None)
+    mode = trace.storages.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    keep, fakes = current_keep(workload), FakeParts(mode, device)
+
+    wrapped: list[nn.Module] = []
+    if trace.card is not None and workload.wrap is not None:
+        # Before anything is counted: what is sharded is never whole on a card where it was built on meta.
+        patches = applied(values_stay_inside(), compiled_as_eager(trace.notes.setdefault))
+        with patches, mode, RedirectedCalls(device), _explaining("wrap"):
+            wrapped.append(workload.wrap(fakes.put_into_model(skeleton)))
+
+    def build(_: Workload, __: torch.device) -> nn.Module:
+        model = wrapped.pop() if wrapped else fakes.put_into_model(skeleton)
+        fakes.put_into_kept(keep.state, ())
+        trace.watch(model)
+        return model
+
+    @wraps(workload.optimizer or run_probe)  # what it takes is told by its signature
+    def optimizer(what_it_takes: Any) -> Any:
+        assert workload.optimizer is not None
+        made = handed_out(workload.optimizer, what_it_takes)
+        optimizers = list(made) if isinstance(made, list | tuple) else [made]
+        if any(keep.state.has_met(each) for each in optimizers):
+            for tensor in fakes.put_into_kept(keep.state, optimizers):
+                trace.storages.see(tensor, "state")
+        trace.optimizers += optimizers
+        return made
+
+    keep.note_builder(optimizer)
+    watched = replace(
+        workload,
+        optimizer=None if workload.optimizer is None else optimizer,
+        batch=HostBatches(workload, trace.values).make,
+        data=None,
+        collate=None,
+    )
+    with ExitStack() as stack:
+        stack.enter_context(applied(values_stay_inside(trace.values.real), modules_move_in_place()))
+        stack.enter_context(mode)
+        stack.enter_context(trace)
+        if trace.card is not None:
+            stack.enter_context(RedirectedCalls(device))
+            stack.enter_context(applied(compiled_as_eager(trace.notes.setdefault)))
+        else:
+            stack.enter_context(applied(packed_by_numbers()))
+        stack.enter_context(_explaining("the step"))
+        run_probe(
+            watched,
+            micro_batch,
+            device=device,
+            shape=shape,
+            steps=steps,
+            accumulation=accumulation,
+            clip_norm=clip_norm,
+            observer=trace,
+            build=build,
+        )
+    if trace.values.was_drawn:
+        notes.append("single random numbers were taken as 1, so that layerdrop skips no layer")
+    if trace.routing.was_assumed:
+        notes.append(trace.routing.note)
+    routing = trace.routing.assumption if trace.routing.was_assumed else None
+    return Traced(trace.log, (*notes, *trace.notes), routing, trace.hides_memory)
+
+
+def check_batches(workload: Workload, shape: Mapping[str, Any]) -> None:
+    """Make two tiny batches before anything long starts, so that one that ignores its size is found at once."""
+    if workload.batch is None:
+        return
+    # A batch that names the card is made on the host: only its size is looked at.
+    with untouched(workload, is_traced=True), RedirectedCalls(torch.device("cpu")):
+        for size in (1, 2):
+            make_real_batch(workload, size, shape)
+
+
+@contextmanager
+def _explaining(what: str) -> Iterator[None]:
+    """Turn what torch raises where values or rules are missing into what the user reads, with the user's line."""
+    try:
+        yield
+    except CannotTraceError as error:
+        line = users_line(traceback.extract_tb(error.__traceback__))
+        if error.details or not line:
+            raise
+        raise CannotTraceError(error.problem, details=[f"at {line}"], remedy=error.remedy) from error
+    except (*TORCHS_OWN, NotFollowedError) as error:
+        raise _explained(error, what=what) from error
+    except RuntimeError as error:
+        if "TorchScript interpreter" not in str(error):
+            raise
+        raise CannotTraceError(
+            f"{what} cannot be traced: TorchScript runs its operators on real tensors only.",
+            details=[f"at {line}"] if (line := users_line(traceback.extract_tb(error.__traceback__))) else [],
+            remedy="the module as it was before torch.jit.script; or batchwright fit, which runs the step",
+        ) from error
+    except AssertionError as error:
+        place = place_in_torch(error)
+        if place is None:
+            raise
+        raise _explained(error, place, "torch's fake tensors do not know it", what=what) from error
+
+
+def _explained(error: Exception, operator: str = "", reason: str = "", *, what: str) -> CannotTraceError:
+    operator = operator or str(getattr(error, "func", error)).splitlines()[0]
+    reason = reason or getattr(error, "reason", "torch knows no shape rule for it")
+    if isinstance(error, DataDependentOutputException):
+        reason = "it reads a value out of a tensor, and a traced tensor has none"
+    elif isinstance(error, DynamicOutputShapeException):
+        reason = "the size of its result depends on values, and a traced tensor has none"
+    line = users_line(traceback.extract_tb(error.__traceback__))
+    return CannotTraceError(
+        f"{what} cannot be traced: operator {operator}: {reason}.",
+        details=[f"at {line}"] if line else [],
+        remedy="batchwright fit runs the step instead; or keep that line out of the step that is traced",
+    )

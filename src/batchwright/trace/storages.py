@@ -1,0 +1,277 @@
+"""The storages of a traced run: born, resized, dead; each in the log, and on the simulated card where there is one."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from batchwright.simulated.torch_patches.backend import is_on_card
+from batchwright.simulated.torch_patches.patches import Patch
+from batchwright.trace.refusals import local_part, storage_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from batchwright.simulated.card import SimulatedCard
+
+
+# What a trace yields: blocks of memory with their birth and death, in the order things happened.
+#
+# Promises:
+# - nothing is summed while tracing; the peak and its parts are read off the log afterwards, when it is known what
+#   each block turned out to be;
+# - the same log can be replayed with some blocks made smaller, which is how sharding is asked about.
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """One storage, from birth to death."""
+
+    num_bytes: int
+    phase: str
+    module: str
+    operator: str
+    shape: tuple[int, ...] = ()
+    part: str | None = None
+    is_recomputed: bool = False
+    died_in: str | None = None
+    # What the allocator of a simulated card handed out for it.
+    handle: Any = None
+
+
+@dataclass
+class Log:
+    """Births and deaths in order, with the phase each happened in."""
+
+    # (block, change in bytes); a block that is resized changes by the difference.
+    changes: list[tuple[Block, int]] = field(default_factory=list)
+    phases: list[tuple[str, int]] = field(default_factory=list)
+
+    def enter(self, phase: str) -> None:
+        """Note that a phase begins here."""
+        self.phases.append((phase, len(self.changes)))
+
+    @property
+    def phase(self) -> str:
+        """The phase that is running."""
+        return self.phases[-1][0] if self.phases else "build"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest sum in a log: when it was reached, and which blocks were alive then."""
+
+    num_bytes: int
+    position: int
+    alive: dict[Block, int]
+
+
+def find_peak(
+    log: Log, scale: Callable[[Block], float] | None = None, *, since: int = 0, until: int | None = None
+) -> Peak:
+    """Replay a log and find its peak; `scale` makes blocks smaller, as sharding them would.
+
+    `since` and `until` are positions between which it is looked for.
+
+    >>> log = Log()
+    >>> a, b = Block(10, "forward", "", "mm"), Block(5, "forward", "", "add")
+    >>> log.changes += [(a, 10), (b, 5), (a, -10)]
+    >>> peak = find_peak(log)
+    >>> peak.num_bytes, peak.position, [block.operator for block in peak.alive]
+    (15, 1, ['mm', 'add'])
+    """
+    position, highest = -1, 0
+    now = 0.0
+    for index, (block, change) in enumerate(log.changes[:until]):
+        now += change if scale is None else change * scale(block)
+        if now > highest and index >= since:
+            position, highest = index, round(now)
+    return Peak(highest, position, alive_at(log, position))
+
+
+def alive_at(log: Log, position: int) -> dict[Block, int]:
+    """The blocks that are alive once the change at `position` has happened, with their bytes."""
+    alive: dict[Block, int] = {}
+    for block, change in log.changes[: position + 1]:
+        amount = alive.get(block, 0) + change
+        if amount:
+            alive[block] = amount
+        else:
+            alive.pop(block, None)
+    return alive
+
+
+def peaks_of_phases(log: Log) -> list[tuple[str, int]]:
+    """The largest memory held during each phase, in the order they ran."""
+    found: list[tuple[str, int]] = []
+    now = 0
+    ends = [start for _, start in log.phases[1:]] + [len(log.changes)]
+    for (phase, start), end in zip(log.phases, ends, strict=True):
+        highest = now
+        for _, change in log.changes[start:end]:
+            now += change
+            highest = max(highest, now)
+        found.append((phase, highest))
+    return found
+
+
+# Which module is running: in forward by its call, in backward by the number of the node that a forward left behind.
+
+
+class RunningModules:
+    """The names of a model's modules, and the stack of those that run."""
+
+    def __init__(self) -> None:
+        self._stack: list[str] = []
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        # Which module ran when an autograd node was made, so that its backward can be laid at the same door.
+        self._of_node: dict[int, str] = {}
+
+    def learn(self, model: nn.Module) -> None:
+        """Learn the names of a model's modules."""
+        self._names.update({module: name for name, module in model.named_modules()})
+
+    def seeing_calls(self) -> Iterator[Patch]:
+        """See modules begin and end."""
+        # Not by hooks: torch's global ones are every thread's, and a module with hooks of its own leaves fast paths.
+        call: Any = nn.Module._call_impl
+
+        def call_and_note(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._stack.append(self._names.get(module, self._stack[-1] if self._stack else ""))
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                if self._stack:
+                    self._stack.pop()
+
+        yield Patch(nn.Module, "_call_impl", call_and_note)
+
+    @property
+    def are_running(self) -> bool:
+        """Whether any module is running its forward."""
+        return bool(self._stack)
+
+    def clear(self) -> None:
+        """Begin a phase in which none is running."""
+        self._stack.clear()
+
+    def note_node(self) -> None:
+        """Note whose operator has just been numbered: its backward will carry the same number."""
+        if self._stack:
+            self._of_node[torch._C._autograd._get_sequence_nr() - 1] = self._stack[-1]
+
+    def now(self, *, in_backward: bool) -> str:
+        """Return the name of the module that is running, or whose backward is."""
+        if self._stack:
+            return self._stack[-1]
+        node = torch._C._current_autograd_node() if in_backward else None
+        return self._of_node.get(node._sequence_nr(), "") if node is not None else ""
+
+
+class FollowedStorages:
+    """Knows which block every living storage is."""
+
+    def __init__(
+        self,
+        log: Log,
+        modules: RunningModules,
+        card: SimulatedCard | None,
+        note: Callable[[str], None],
+        forget: Callable[[int], None],
+    ) -> None:
+        self.log = log
+        self.mode: Any = None
+        """The mode of the run's own fake tensors."""
+        self._modules, self._card, self._note, self._forget = modules, card, note, forget
+        self._alive: dict[int, Block] = {}
+        # Not weakref.finalize: its registry is the process's, and would hold the trace as long as any storage lives,
+        # while the trace holds the storages.
+        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def block_of(self, tensor: torch.Tensor) -> Block | None:
+        """Return the block a tensor lies in, if it is followed."""
+        return self._alive.get(local_part(tensor).untyped_storage()._cdata)
+
+    def see(self, tensor: torch.Tensor, operator: str) -> bool:
+        """Note the storage of a tensor, if it has another size or is new; say whether it is new."""
+        if isinstance(tensor, FakeTensor) and self.mode is not None and tensor.fake_mode is not self.mode:
+            return False  # somebody else's thought: sharded tensors find out their shapes on fake ones of full size
+        storage = storage_of(tensor, operator)
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if self._card is not None and not is_on_card(local_part(tensor)):
+            # The host's memory is another question; but its values may be known, and must be forgotten in time.
+            self._await_death(storage, key)
+            return False
+        block = self._alive.get(key)
+        if block is not None:
+            self._resized(block, num_bytes, operator)
+            return False
+        if not isinstance(local_part(tensor), FakeTensor) and tensor.device.type != "meta":
+            self._note("some tensors are real: what they hold was counted, but was also allocated")
+        self._alive[key] = self.born(num_bytes, operator, shape=tuple(tensor.shape))
+        self._await_death(storage, key)
+        return True
+
+    def _await_death(self, storage: torch.UntypedStorage, key: int) -> None:
+        if key not in self._deaths:
+            self._deaths[key] = weakref.ref(storage, lambda _: self._storage_died(key))
+
+    def let_go(self) -> None:
+        """Follow nothing any more: the run is over."""
+        self._deaths.clear()
+        self._alive.clear()
+
+    def _resized(self, block: Block, num_bytes: int, operator: str) -> None:
+        if num_bytes == block.num_bytes:
+            return
+        self.log.changes.append((block, num_bytes - block.num_bytes))
+        block.num_bytes = num_bytes
+        if self._card is not None:
+            owner = (operator, block.module, self.log.phase)
+            before, block.handle = block.handle, self._card.malloc(num_bytes, owner)
+            self._card.free(before)
+
+    def seeing_resizes(self) -> Iterator[Patch]:
+        """Storages are resized past every dispatcher: so FSDP2 lets go of gathered weights, and takes them again."""
+        resize: Any = torch.UntypedStorage.resize_
+
+        def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
+            found = resize(storage, size)
+            block = self._alive.get(storage._cdata)
+            if block is not None:
+                self._resized(block, storage.nbytes(), "resize_")
+            return found
+
+        yield Patch(torch.UntypedStorage, "resize_", resize_and_note)
+
+    def born(self, num_bytes: int, operator: str, *, part: str | None = None, shape: tuple[int, ...] = ()) -> Block:
+        """Note a block, and take it from the card."""
+        phase = self.log.phase
+        in_backward = phase == "backward"
+        module = self._modules.now(in_backward=in_backward)
+        block = Block(
+            num_bytes, phase, module, operator, shape, part, is_recomputed=in_backward and self._modules.are_running
+        )
+        if self._card is not None:
+            block.handle = self._card.malloc(num_bytes, (operator, module, phase))
+        self.log.changes.append((block, num_bytes))
+        return block
+
+    def died(self, block: Block) -> None:
+        """Note a block's end, and give it back to the card."""
+        block.died_in = self.log.phase
+        self.log.changes.append((block, -block.num_bytes))
+        if self._card is not None:
+            self._card.free(block.handle)
+
+    def _storage_died(self, key: int) -> None:
+        self._deaths.pop(key, None)
+        block = self._alive.pop(key, None)
+        if block is not None:
+            self.died(block)
+        self._forget(key)

@@ -1,0 +1,459 @@
+"""Follow every storage of a run from birth to death, on tensors that have no memory.
+
+A dispatch mode over fake tensors sees each operator of forward, backward and optimizer step, and the storages
+it makes; a storage's death is its last reference going. What comes out is a log of blocks.
+
+Promises:
+- no tensor of the run has real memory, except tiny ones whose values are known, and the few samples on which a
+  convolution or LSTM is asked what it allocates;
+- the user's objects are not changed;
+- what cannot be followed ends in an error that names the operator and the user's line, never in a wrong number.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from contextlib import ExitStack
+from functools import cache
+from traceback import extract_stack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from batchwright.device.step import needs_closure
+from batchwright.errors import CannotTraceError
+from batchwright.simulated.operators.cuda_kernels import LAYOUT_RULES
+from batchwright.simulated.ranks import on_shards
+from batchwright.simulated.torch_patches.backend import card_device
+from batchwright.simulated.torch_patches.patches import applied
+from batchwright.trace import values as value_shapes
+from batchwright.trace.cpu_kernels import SHAPE_RULES, moments_of
+from batchwright.trace.host_batches import OutsideTensors, part_of_outside, users_line
+from batchwright.trace.refusals import shapes_from
+from batchwright.trace.storages import Block, FollowedStorages, Log, RunningModules
+from batchwright.trace.values import KnownValues, Routing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from types import FrameType
+
+    Place = tuple[int, int]
+    """One input of one autograd node: the node's number, and which of its inputs."""
+    from types import TracebackType
+
+    from torch import nn
+
+    from batchwright.simulated.card import SimulatedCard
+    from batchwright.simulated.operators.cuda_kernels import Moment
+
+
+# Which additions of a backward are the autograd engine's own, and which of those a real run makes in place.
+#
+# Where gradients of one tensor meet, the engine adds them up. In a real run it adds into the gradient that came first
+# if
+# nobody else holds it (torch's input_buffer.cpp); under a dispatch mode, which it takes for a tensor subclass, it
+# always
+# makes a new one. A trace that took the latter for the truth would be too high by one gradient.
+#
+# Promises:
+# - an addition counts as the engine's only if the engine itself called it, and the node that is running hands a
+#   gradient
+#   to a place that receives several;
+# - whether the first gradient is held by anybody else is asked of its reference counts, compared with those of one
+#   that
+#   is known to be alone: counted once in each process, so no number here depends on the version of torch or Python.
+
+ADD = torch.ops.aten.add.Tensor
+_ENGINE: Any = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
+# What stands between an operator and the `__torch_dispatch__` of a mode.
+_BETWEEN = ("torch/_dynamo/eval_frame.py", "torch/_compile.py", __file__.replace("\\", "/"))
+
+
+class EngineAdds:
+    """Recognises, in one trace, additions that a real backward makes in place."""
+
+    def __init__(self) -> None:
+        self._alone = counts_when_alone()
+        self._roots: tuple[int, ...] = ()
+        self._meeting_places: set[Place] = set()
+        # The storages that the node which is running has made so far.
+        self._node = -1
+        self._of_node: set[int] = set()
+
+    def note(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take note of what an operator of a backward has made."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return
+        number = node._sequence_nr()
+        if number != self._node:
+            self._node = number
+            self._of_node.clear()
+        self._of_node.update(_storage_key(tensor) for tensor in tensors)
+
+    def is_in_place(self, args: Sequence[Any], counts: tuple[int, ...] | None) -> bool:
+        """Whether a real run would add into `args[0]`, whose `counts` were taken where the mode was entered."""
+        if counts is None or counts != self._alone or torch.is_grad_enabled():
+            return False
+        first, second = args[0], args[1]
+        if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
+            return False
+        frame = engine_frame()
+        node: Any = torch._C._current_autograd_node()
+        if frame is None or node is None or not _is_dense(first):
+            return False
+        places = list(_places_after(node))
+        if not self._meeting_places_of(frame).intersection(places):
+            return False
+        # A formula may add tensors that it has made itself, and does that out of place. Only a node that hands two
+        # gradients to one place (x * x) has the engine add such.
+        return not self.is_of_the_node(first) or len(set(places)) < len(places)
+
+    def is_of_the_node(self, tensor: torch.Tensor) -> bool:
+        """Whether the node that is running has made this tensor."""
+        node: Any = torch._C._current_autograd_node()
+        return node is not None and node._sequence_nr() == self._node and _storage_key(tensor) in self._of_node
+
+    def _meeting_places_of(self, frame: FrameType) -> set[Place]:
+        """The places that receive more than one gradient in the backward that this frame runs."""
+        nodes = [_node_of(root) for root in frame.f_locals.get("t_outputs", ())]
+        roots = tuple(node._sequence_nr() for node in nodes if node is not None)
+        if roots != self._roots:
+            self._roots = roots
+            self._meeting_places = _meeting_places(nodes)
+        return self._meeting_places
+
+
+def engine_frame() -> FrameType | None:
+    """The frame that runs a backward, if the engine called this operator and no Python in between."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.replace("\\", "/").endswith(_BETWEEN):
+        frame = frame.f_back
+    return frame if frame is not None and frame.f_code is _ENGINE else None
+
+
+def counts_of(args: Sequence[Any]) -> tuple[int, ...]:
+    """How many hold the first of an operator's arguments: in C++, in Python, and its storage."""
+    storage = args[0].untyped_storage()
+    return args[0]._use_count(), sys.getrefcount(args[0]), torch._C._storage_Use_Count(storage._cdata)
+
+
+@cache
+def counts_when_alone() -> tuple[int, ...] | None:
+    """The counts of a gradient that only the engine holds; None if this torch does not show them."""
+    seen: list[tuple[int, ...]] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            counts = counts_of(args) if func is ADD else None
+            if counts is not None and engine_frame() is not None:
+                seen.append(counts)
+            return func(*args, **(kwargs or {}))
+
+    look: Any = Look()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(), look:
+            leaf = torch.ones(2, 2, requires_grad=True)
+            # Two gradients that are fresh results meet at `twice`.
+            twice = leaf * 2
+            (twice.sin().sum() + (twice.cos() * 2).sum()).backward()
+    except (AttributeError, RuntimeError):
+        return None
+    return seen[0] if len(seen) == 1 else None
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie side by side, each in a place of its own, in whatever order."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _meeting_places(roots: Iterable[Any]) -> set[Place]:
+    received: Counter[Place] = Counter()
+    waiting = [node for node in roots if node is not None]
+    seen = {node._sequence_nr() for node in waiting}
+    while waiting:
+        for node, position in waiting.pop().next_functions:
+            if node is None:
+                continue
+            received[_number(node), position] += 1
+            if _number(node) not in seen:
+                seen.add(_number(node))
+                waiting.append(node)
+    return {place for place, count in received.items() if count > 1}
+
+
+def _places_after(node: Any) -> Iterable[Place]:
+    return ((_number(after), position) for after, position in node.next_functions if after is not None)
+
+
+def _number(node: Any) -> int:
+    """The number of a node. Those that write into `.grad` all have the same one; their tensor tells them apart."""
+    variable = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
+    return node._sequence_nr() if variable is None else -id(variable)
+
+
+def _node_of(root: Any) -> Any:
+    return getattr(root, "node", None) if not isinstance(root, torch.Tensor) else root.grad_fn
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+# Operators that do a whole computation inside one call, with memory of their own that no rule of ours covers.
+_UNSEEN_INSIDE = (
+    "aten._transformer_encoder_layer_fwd",
+    "aten._native_multi_head_attention",
+    *(f"aten._linalg_{name}" for name in ("svd", "eigh", "det", "slogdet", "solve_ex")),
+    *(
+        f"aten.linalg_{name}"
+        for name in ("qr", "eig", "lu", "cholesky", "inv", "lstsq", "ldl", "householder", "matrix_exp")
+    ),
+    "aten._fft_",
+)
+
+
+_DEVICE = torch.ops.prim.device.default
+_COPY = torch.ops.aten._to_copy.default
+_READ_SCALAR = torch.ops.aten._local_scalar_dense.default
+_IN_PLACE_ADD = torch.ops.aten.add_.Tensor
+_aten = torch.ops.aten
+# Formulas of backwards that write into fresh zeros; only under a mode do they copy them instead.
+_INTO_ZEROS: dict[Any, Callable[..., Any]] = {
+    _aten.scatter.src: _aten.scatter_.src,
+    _aten.scatter_add.default: _aten.scatter_add_.default,
+    _aten.index_put.default: _aten.index_put_.default,
+    _aten.index_add.default: _aten.index_add_.default,
+    _aten.masked_scatter.default: _aten.masked_scatter_.default,
+    _aten.put.default: _aten.put_.default,
+}
+# Likewise a formula that goes on writing into its own first result.
+_INTO_ITS_OWN: dict[str, dict[Any, Callable[..., Any]]] = {
+    "BinaryCrossEntropyWithLogitsBackward0": {
+        _aten.sub.Tensor: _aten.sub_.Tensor,
+        _aten.mul.Tensor: _aten.mul_.Tensor,
+    }
+}
+
+
+@cache
+def _changes_a_list(func: Any) -> bool:
+    """Whether an operator updates a list of tensors in place: it makes nothing, and asking it takes its time."""
+    name: str = func._schema.name
+    return name.startswith("aten::_foreach_") and name.endswith("_")
+
+
+class Trace(TorchDispatchMode):
+    """The mode that sees every operator and keeps the log."""
+
+    def __init__(self, *, routing: str = "balanced", card: SimulatedCard | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.card = card
+        self.log = Log()
+        self.notes: dict[str, None] = {}
+        self.values = KnownValues()
+        self.routing = Routing(routing, self.values)
+        self.optimizers: list[Any] = []
+        # Whether an operator ran whose own memory is not seen: then the peak is a lower bound.
+        self.hides_memory = False
+        self._modules = RunningModules()
+        self.storages = FollowedStorages(self.log, self._modules, card, self._note, self._forget)
+        self._owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._hooks = ExitStack()
+        self._outside = OutsideTensors()
+        self._engine_adds = EngineAdds()
+
+    def phase(self, name: str) -> None:
+        """Note that a phase begins; called by the step as it runs."""
+        if self.log.phase == "optimizer":
+            self._mark_optimizer_state()
+        self._modules.clear()
+        self.log.enter(name)
+
+    def _mark_optimizer_state(self) -> None:
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                name = self._owners.get(parameter, "") if isinstance(parameter, torch.Tensor) else ""
+                for tensor in tree_iter(state):
+                    if isinstance(tensor, torch.Tensor):
+                        self.mark(tensor, "optimizer", "state", name)
+
+    def watch(self, model: nn.Module) -> None:
+        """Learn the names of the modules, and recognise gradients as they are made."""
+        self._modules.learn(model)
+        for name, parameter in model.named_parameters():
+            self._owners[parameter] = name
+            self.storages.see(parameter, "parameter")
+            self.mark(parameter, "weights", "parameter", name)
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(self._mark_gradient)
+                self._hooks.callback(handle.remove)
+        for name, buffer in model.named_buffers():
+            self.storages.see(buffer, "buffer")
+            self.mark(buffer, "weights", "buffer", name)
+        for name, module in model.named_modules():
+            for bucket in getattr(module, "gradient_buckets", ()):
+                self.storages.see(bucket, "bucket")
+                self.mark(bucket, "gradients", "bucket", name)
+
+    def mark(self, tensor: torch.Tensor | None, part: str, operator: str, name: str) -> None:
+        """Say what a block turned out to be, and whose it is."""
+        block = None if tensor is None else self.storages.block_of(tensor)
+        if block is not None:
+            block.part, block.operator, block.module = part, operator, name
+
+    def _mark_gradient(self, parameter: torch.Tensor) -> None:
+        self.mark(parameter.grad, "gradients", "gradient", self._owners.get(parameter, ""))
+
+    def __enter__(self) -> Trace:
+        self._hooks.enter_context(applied(self._modules.seeing_calls(), self.storages.seeing_resizes()))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._hooks.close()
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self._outside.give_back()
+        # So that what the run made goes with it: the storages lead back here, in circles.
+        self.storages.let_go()
+        self.optimizers.clear()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator on fake tensors and note the storages it made."""
+        # Here and not deeper: whoever holds the arguments from here on would be counted too.
+        counts = counts_of(args) if func is ADD and self.log.phase == "backward" else None
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # asked twice as often as all operators together
+            return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
+        if any(kind.__name__ == "DTensor" for kind in types):
+            # One sharded over ranks works on its own shard, and that comes by here again.
+            return on_shards(func, args, kwargs or {}, self.__torch_dispatch__)
+        if self.card is None:
+            return self._run(func, args, kwargs or {}, counts)
+        kwargs = kwargs or {}
+        # Whatever asks a tensor for its device from here on must hear the truth, not that it is on a GPU.
+        with torch._C.DisableTorchFunction():
+            if func is _COPY:
+                # A real tensor is taken for a fake one of its kind. Fake ones compute with small constants for real,
+                # and on the card there is nothing to compute with.
+                given = args[0] if isinstance(args[0], FakeTensor) else self.storages.mode.from_tensor(args[0])
+                given.constant = None
+                args = (given, *args[1:])
+            # A device that was not named in a call of torch's but handed on inside of one.
+            args = tuple(card_device(value) for value in args)
+            kwargs = {name: card_device(value) for name, value in kwargs.items()}
+            self._library_takes(self.card.workspaces_for(func, self.log.phase))
+            return self._run(func, args, kwargs, counts)
+
+    def _run(
+        self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], counts: tuple[int, ...] | None = None
+    ) -> Any:
+        if func is _READ_SCALAR:
+            return self._read_scalar(func, args[0])
+        self._modules.note_node()
+        for tensor in self._outside.meet(func, (*args, *kwargs.values()), self.log.phase):
+            self.storages.born(tensor.untyped_storage().nbytes(), "from outside", part=part_of_outside(tensor))
+            place = users_line(extract_stack())
+            self._note(f"a real tensor of shape {tuple(tensor.shape)} from outside the workload was counted: {place}")
+        func = self._as_without_a_mode(func, args, counts)
+        outputs = value_shapes.answer(self.values, func, args, kwargs, self._note)
+        if outputs is None:
+            outputs = self.routing.answer(func, args)
+        if outputs is None and not (self.card is not None and _changes_a_list(func)):
+            rule = (SHAPE_RULES if self.card is None else LAYOUT_RULES).get(func, func)
+            outputs = shapes_from(rule, func, args, kwargs)
+        operator = str(func).removesuffix(".default")
+        if operator.startswith(_UNSEEN_INSIDE):
+            self.hides_memory = True
+            self._note(f"what {operator} holds while it runs is not seen: the peak may be higher")
+        made = [tensor for tensor in tree_iter(outputs) if isinstance(tensor, torch.Tensor)]
+        moments = self.card.moments_of(func, args, made) if self.card else moments_of(func, args, made, kwargs)
+        self._see_made(moments, operator)
+        if self.log.phase == "backward":
+            self._engine_adds.note(made)
+        self.values.follow(func, args, kwargs, outputs)
+        self.routing.follow(func, args, outputs)
+        return outputs
+
+    def _as_without_a_mode(
+        self, func: Callable[..., Any], args: Any, counts: tuple[int, ...] | None
+    ) -> Callable[..., Any]:
+        """Return what a backward would have called if there were no dispatch mode: where it writes in place, that."""
+        if self.log.phase != "backward":
+            return func
+        if func is ADD:
+            return _IN_PLACE_ADD if self._engine_adds.is_in_place(args, counts) else func
+        node: Any = torch._C._current_autograd_node()
+        in_place = _INTO_ITS_OWN.get(node.name(), {}).get(func) if node is not None else None
+        if in_place is not None:
+            return in_place if self._engine_adds.is_of_the_node(args[0]) and engine_frame() is not None else func
+        in_place = _INTO_ZEROS.get(func)
+        if in_place is None or engine_frame() is None:
+            return func
+        block = self.storages.block_of(args[0])
+        return in_place if block is not None and "zeros" in block.operator else func
+
+    def _see_made(self, moments: list[Moment], operator: str) -> None:
+        """Note the outputs of an operator, and the kernel's own copies around them."""
+        copies: dict[int, list[Block]] = {}
+        for num_bytes, output in moments:
+            if output is not None:
+                if self.storages.see(output, operator) and output.is_complex():
+                    self.hides_memory = True
+                    self._note(
+                        "conjugates of complex tensors are copied unseen, inside operators: the peak may be higher"
+                    )
+            elif num_bytes > 0:
+                copies.setdefault(num_bytes, []).append(self.storages.born(num_bytes, operator, part="workspaces"))
+            elif num_bytes < 0 and copies.get(-num_bytes):
+                self.storages.died(copies[-num_bytes].pop())
+
+    def _library_takes(self, num_bytes: int) -> None:
+        if num_bytes:
+            block = Block(num_bytes, self.log.phase, "", "cuBLAS", (), "workspaces")
+            self.log.changes.append((block, num_bytes))
+
+    def _note(self, text: str) -> None:
+        self.notes[text] = None
+
+    def _forget(self, key: int) -> None:
+        self.values.forget(key)
+        self.routing.forget(key)
+
+    def _read_scalar(self, func: Callable[..., Any], tensor: torch.Tensor) -> Any:
+        value = self.values.read(tensor)
+        if value is not None:
+            return value
+        if self.log.phase == "optimizer" and any(map(needs_closure, self.optimizers)):
+            raise CannotTraceError(
+                "the optimizer computes the loss inside its step, and decides by its values how often: such a step "
+                "cannot be predicted.",
+                remedy="batchwright fit runs the step instead; or another optimizer",
+            )
+        if self.log.phase == "optimizer" and tensor.is_floating_point():
+            # Adafactor scales its rate by the norm of a weight: a number that moves no memory.
+            self._note("numbers that the optimizer reads from its tensors were taken as 1")
+            return 1.0
+        if self.log.phase == "generate" and tensor.dtype is torch.bool:
+            # "Has every sequence ended?" depends on the tokens; the memory is that of the one that never ends.
+            self._note("generation was taken to end at its full length, by no token")
+            return False
+        return func(tensor)

@@ -1,0 +1,315 @@
+"""Answers across runs: whole or ignored, said, and never a reason to fail."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from batchwright.device.outcome import Outcome
+from batchwright.fitting import cache as remembered_file
+from batchwright.fitting.cache import Answers, Remembered, from_remembered
+from batchwright.fitting.fit_result import Fit, NextSize
+from batchwright.fitting.search import Seen, by_doubling, by_growing, by_peaks, by_powers_of_two, by_prediction
+from batchwright.units import PeakBytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+KEY = "ab" * 32
+OTHER_KEY = "cd" * 32
+
+
+def make_fit(micro_batch: int | None = 37, **changes: Any) -> Fit:
+    trials = () if micro_batch is None else (Outcome(micro_batch, {}, "fits", PeakBytes(device=1000), 1.0),)
+    fields: dict[str, Any] = {
+        "name": "train.py:workload",
+        "on": "cpu",
+        "micro_batch": micro_batch,
+        "limit": 100,
+        "limit_bytes": 2**30,
+        "trials": trials,
+        "next_size": NextSize(38, "out_of_memory", "micro-batch 38 ran out of memory: cpu"),
+        "reason": "micro-batch 38 ran out of memory",
+        "shape": {"seq_len": 512},
+    }
+    return Fit(**{**fields, **changes})
+
+
+def file_in(folder: Path, key: str = KEY) -> Path:
+    return folder / f"{key}.json"
+
+
+def test_an_answer_comes_back(tmp_path: Path) -> None:
+    answers = Answers(tmp_path / "new" / "folder")
+    assert answers.recall(KEY) == (None, "")
+    assert answers.remember(KEY, make_fit()) == ""
+    found, note = Answers(tmp_path / "new" / "folder").recall(KEY)
+    assert note == ""
+    assert found is not None
+    assert found == Remembered(37, make_fit().next_size, 1000, make_fit().reason, found.when)
+    assert answers.recall(OTHER_KEY) == (None, "")
+
+
+def test_a_later_answer_replaces_an_earlier_one_and_can_be_forgotten(tmp_path: Path) -> None:
+    answers = Answers(tmp_path)
+    answers.remember(KEY, make_fit(37))
+    answers.remember(KEY, make_fit(12, next_size=None))
+    found, _ = answers.recall(KEY)
+    assert found is not None
+    assert (found.micro_batch, found.next_size) == (12, None)
+    answers.forget(KEY)
+    answers.forget(KEY)
+    assert answers.recall(KEY) == (None, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_can_be_read_by_a_person(tmp_path: Path) -> None:
+    Answers(tmp_path).remember(KEY, make_fit())
+    entry = json.loads(file_in(tmp_path).read_text())
+    assert entry["schema"] == 1
+    assert entry["key"] == KEY
+    assert (entry["name"], entry["on"], entry["limit_bytes"]) == ("train.py:workload", "cpu", 2**30)
+    assert entry["shape"] == {"seq_len": "512"}
+    assert "\n" in file_in(tmp_path).read_text()
+
+
+def test_what_was_not_certified_is_not_remembered(tmp_path: Path) -> None:
+    assert Answers(tmp_path).remember(KEY, make_fit(None)) == ""
+    assert Answers(tmp_path).remember(KEY, make_fit(trials=())) == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting property name"),
+        (b"\xff\xfe\x00", "decode"),
+        (b"[1]", "no JSON object"),
+        (b"[" * 30_000, "recursion"),
+        (b"1" * 10_000, "digits"),
+    ],
+    ids=["empty", "cut off", "binary", "a list", "deeply nested", "a huge number"],
+)
+def test_a_damaged_file_is_ignored_and_said(tmp_path: Path, content: bytes, said: str) -> None:
+    file_in(tmp_path).write_bytes(content)
+    answers = Answers(tmp_path)
+    found, note = answers.recall(KEY)
+    assert found is None
+    assert note.startswith("a remembered answer was ignored: the file is damaged (")
+    assert said in note
+    assert str(file_in(tmp_path)) in note
+    assert answers.remember(KEY, make_fit()) == ""
+    assert answers.recall(KEY)[1] == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": 2},
+        {"schema": None},
+        {"key": OTHER_KEY},
+        {"micro_batch": 0},
+        {"micro_batch": True},
+        {"micro_batch": "37"},
+        {"micro_batch": 37.0},
+        {"micro_batch": 10**16},
+        {"peak_bytes": -1},
+        {"peak_bytes": "1 GiB"},
+        {"when": "yesterday"},
+        {"when": 5},
+        {"reason": None},
+        {"next_size": 38},
+        {"next_size": {}},
+        {"next_size": {"micro_batch": 37, "outcome": None, "why": ""}},
+        {"next_size": {"micro_batch": 38, "outcome": "exploded", "why": ""}},
+        {"next_size": {"micro_batch": 38, "outcome": ["fits"], "why": ""}},
+        {"next_size": {"micro_batch": 38, "outcome": None, "why": None}},
+    ],
+    ids=str,
+)
+def test_every_field_is_checked(tmp_path: Path, change: dict[str, Any]) -> None:
+    answers = Answers(tmp_path)
+    answers.remember(KEY, make_fit())
+    entry = json.loads(file_in(tmp_path).read_text())
+    file_in(tmp_path).write_text(json.dumps({**entry, **change}))
+    found, note = answers.recall(KEY)
+    assert found is None
+    assert "ignored: the file is damaged" in note
+
+
+def test_a_file_that_cannot_be_read_is_ignored_and_said(tmp_path: Path) -> None:
+    file_in(tmp_path).mkdir()
+    found, note = Answers(tmp_path).recall(KEY)
+    assert found is None
+    assert note.startswith("a remembered answer was ignored: it cannot be read (")
+    Answers(tmp_path).forget(KEY)
+
+
+def test_a_folder_that_cannot_be_read_is_ignored_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        # Not by chmod: tests may run as root, whom it does not stop.
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    Answers(tmp_path).remember(KEY, make_fit())
+    monkeypatch.setattr(os, "open", refuse)
+    expected = "a remembered answer was ignored: it cannot be read (Permission denied)"
+    assert Answers(tmp_path).recall(KEY) == (None, expected)
+
+
+def test_what_is_too_large_to_be_ours_is_not_read(tmp_path: Path) -> None:
+    file_in(tmp_path).write_bytes(b" " * 100_000)
+    note = Answers(tmp_path).recall(KEY)[1]
+    assert note == "a remembered answer was ignored: it cannot be read (it is larger than 65,536 bytes)"
+
+
+def test_what_is_no_plain_file_is_ignored_at_once_and_said(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / f"{KEY}.json")
+    found, note = Answers(tmp_path).recall(KEY)
+    assert found is None
+    assert note == "a remembered answer was ignored: it cannot be read (it is not a plain file)"
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    answers = Answers(tmp_path / "taken" / "fits")
+    note = answers.remember(KEY, make_fit())
+    assert note.startswith("the answer is not remembered: ")
+    assert "cannot be written to" in note
+    assert answers.recall(KEY)[0] is None
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC], ids=errno.errorcode.get)
+@pytest.mark.parametrize("where", ["mkstemp", "replace"])
+def test_a_read_only_or_full_disk_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, where: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(tempfile if where == "mkstemp" else os, where, refuse)
+    note = Answers(tmp_path).remember(KEY, make_fit())
+    assert os.strerror(code) in note
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root writes anywhere")
+def test_a_folder_without_permission_to_write_is_said(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        assert "cannot be written to" in Answers(tmp_path).remember(KEY, make_fit())
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered_file, "_MOST_ENTRIES", 3)
+    answers = Answers(tmp_path)
+    for age, key in enumerate(("a1", "b2", "c3")):
+        answers.remember(key, make_fit())
+        os.utime(file_in(tmp_path, key), (1000.0 + age, 1000.0 + age))
+    abandoned, fresh = tmp_path / ".x.tmp", tmp_path / ".y.tmp"
+    abandoned.touch()
+    fresh.touch()
+    os.utime(abandoned, (1000.0, 1000.0))
+    (tmp_path / "notes.txt").touch()
+    assert answers.recall("a1")[0] is not None  # in use, so no longer the oldest
+    answers.remember("d4", make_fit())
+    assert {file.name for file in tmp_path.iterdir()} == {"a1.json", "c3.json", "d4.json", "notes.txt", ".y.tmp"}
+
+
+def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = "LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME"
+    monkeypatch.setenv("BATCHWRIGHT_CACHE", str(tmp_path / "ours"))
+    monkeypatch.setenv(local, str(tmp_path / "caches"))
+    Answers().remember(KEY, make_fit())
+    assert file_in(tmp_path / "ours" / "fits").exists()
+    monkeypatch.delenv("BATCHWRIGHT_CACHE")
+    Answers().remember(KEY, make_fit())
+    assert file_in(tmp_path / "caches" / "batchwright" / "fits").exists()
+    monkeypatch.setenv(local, "relative")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    Answers().remember(KEY, make_fit())
+    assert file_in(tmp_path / "home" / ".cache" / "batchwright" / "fits").exists()
+
+
+def test_without_a_home_nothing_is_remembered_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("BATCHWRIGHT_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    answers = Answers()
+    assert answers.recall(KEY) == (None, "")
+    assert "no home folder" in answers.remember(KEY, make_fit())
+    answers.forget(KEY)
+
+
+def test_writers_and_readers_at_once_see_whole_answers(tmp_path: Path) -> None:
+    def write_and_read(_: int) -> None:
+        for size in range(1, 50):
+            assert Answers(tmp_path).remember(KEY, make_fit(size, next_size=None)) == ""
+            found, note = Answers(tmp_path).recall(KEY)
+            assert note == ""
+            assert found is not None
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write_and_read, range(4)))
+    assert [file.name for file in tmp_path.iterdir()] == [f"{KEY}.json"]
+
+
+def drive(search: Generator[int, Seen, None], truth: int) -> list[int]:
+    tried: list[int] = []
+    size = next(search, None)
+    while size is not None:
+        tried.append(size)
+        try:
+            size = search.send(Seen(size, fits=size <= truth, peak=10 * size if size <= truth else None))
+        except StopIteration:
+            size = None
+    return tried
+
+
+CAP = 1000
+FALLBACKS: dict[str, Callable[[int], Generator[int, Seen, None]]] = {
+    "doubling": lambda truth: by_doubling(CAP),
+    "growing": lambda truth: by_growing(50, CAP),
+    "peaks": lambda truth: by_peaks(CAP, 10 * truth),
+    "prediction": lambda truth: by_prediction(CAP, 10 * truth, lambda n: 9 * n, allowance=5),
+}
+
+
+def test_one_probe_certifies_a_size_that_still_fits() -> None:
+    def never() -> Generator[int, Seen, None]:
+        raise AssertionError("the fallback is not to be made")
+
+    assert drive(from_remembered(37, never), truth=37) == [37]
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+@pytest.mark.parametrize("truth", [0, 1, 2, 30, 36, 500, 699])
+def test_a_size_that_no_longer_fits_starts_the_search_that_finds_the_truth(name: str, truth: int) -> None:
+    for stale in {truth + 1, truth + 2, 700, 1000}:
+        tried = drive(from_remembered(stale, lambda: FALLBACKS[name](truth)), truth)
+        assert tried[0] == stale
+        assert len(set(tried)) == len(tried)
+        # Nothing at or above the known failure is probed again.
+        assert max(tried[1:], default=0) < stale
+        assert max((size for size in tried if size <= truth), default=0) == truth
+        assert min(size for size in tried if size > truth) == truth + 1
+
+
+def test_a_known_failure_is_handed_to_the_search_in_place_of_a_probe() -> None:
+    assert drive(by_doubling(64), truth=5) == [1, 2, 4, 8, 6, 5]
+    assert drive(from_remembered(8, lambda: by_doubling(64)), truth=5) == [8, 1, 2, 4, 6, 5]
+    assert drive(from_remembered(16, lambda: by_powers_of_two(64)), truth=5) == [16, 1, 2, 4, 8]
+    # It may be all there was to know.
+    assert drive(from_remembered(1, lambda: by_doubling(64)), truth=0) == [1]
