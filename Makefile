@@ -47,7 +47,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 tests: $(VENV)/.ready-to-test
 	$(PYTEST) -m "not slow"
 
-# The slow ones too (tests/slow.py).
+# Those marked slow too: each repeats at length what a shorter test beside it shows.
 test-all: test
 	$(PYTEST) -m slow
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import settings
 
 from batchwright import cli
-from tests.slow import SLOW
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,12 +20,6 @@ settings.load_profile("batchwright")
 # A shell that starts the tests in the background has them ignore Ctrl-C, and tests of it send it to themselves.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.nodeid.startswith(SLOW):
-            item.add_marker("slow")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Every block of the README and of the pages runs as printed.
 
-`console` blocks hold commands behind `$ ` and what they print; `python` blocks are executed; a block behind the
-comment `<!-- gpu -->` is compiled only. Lines that call make are passed over: they would run these tests again.
+`console` blocks hold commands behind `$ ` and what they print; `python` blocks are executed. The comment `<!-- gpu -->`
+above a block has it compiled only, `<!-- slow -->` leaves it to `make test-all`. Lines that call make are passed over:
+they would run these tests again.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"(<!-- gpu -->\n)?^```(console|bash|python)\n(.*?)^```", re.M | re.S)
+FENCE = re.compile(r"(?:<!-- (gpu|slow) -->\n)?^```(console|bash|python)\n(.*?)^```", re.M | re.S)
 
 
 class Block(NamedTuple):
     page: str
-    needs_gpu: bool
+    comment: str | None
     language: str
     text: str
 
@@ -31,7 +32,7 @@ class Block(NamedTuple):
 def find_blocks(page: Path) -> dict[str, Block]:
     text = page.read_text(encoding="utf-8")
     return {
-        f"{page.name}:{text[: match.start()].count(chr(10)) + 1}": Block(page.name, bool(match[1]), match[2], match[3])
+        f"{page.name}:{text[: match.start()].count(chr(10)) + 1}": Block(page.name, *match.groups())
         for match in FENCE.finditer(text)
     }
 
@@ -50,7 +51,13 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("place", BLOCKS)
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, marks=[pytest.mark.slow] if block.comment == "slow" else [])
+        for place, block in BLOCKS.items()
+    ],
+)
 def test_block_runs_as_printed(place: str, workplace: Path) -> None:
     block = BLOCKS[place]
     if block.language == "python":
@@ -69,7 +76,7 @@ def test_block_runs_as_printed(place: str, workplace: Path) -> None:
 
 def run_python(block: Block) -> None:
     code = compile(block.text, block.page, "exec")
-    if not block.needs_gpu:
+    if block.comment != "gpu":
         exec(code, {"__name__": "readme"})
 
 

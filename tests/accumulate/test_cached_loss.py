@@ -326,6 +326,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_ranks_synchronise_once_and_agree_with_the_whole(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)

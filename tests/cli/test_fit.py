@@ -118,6 +118,7 @@ class TestProbesForReal:
         assert again.splitlines()[0].endswith(f"; micro-batch {after} ran out of memory in an earlier run")
         assert "certified by one probe" in again
 
+    @pytest.mark.slow
     def test_json_is_all_of_stdout_and_a_job_runs_for_each_shape(self, file: Path) -> None:
         command = [sys.executable, "-m", "batchwright", "fit", f"{file}:workload", "--limit", "2"]
         options = ["--shape", "copies=1,2,3", "--shape-from", "2", "--accumulate-to", "8", "--devices", "2"]
@@ -150,6 +151,7 @@ class TestProbesForReal:
         assert ran.err.splitlines()[-1].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
         assert "Error: Traceback" not in ran.err
 
+    @pytest.mark.slow
     def test_a_bug_at_a_later_shape_tells_what_was_found_before_it(self, run: Run, file: Path) -> None:
         ran = run("fit", f"{file}:buggy_at_two_copies", "--start-at", "1", "--limit", "1", "--shape", "copies=1,2,3")
         assert (ran.code, ran.out) == (3, "")
@@ -158,6 +160,7 @@ class TestProbesForReal:
         assert note == "found before that: micro-batch 1 fits at copies=1"
         assert "shape copies=3" not in ran.err, "it ends at once"
 
+    @pytest.mark.slow
     @pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps a limit on private memory")
     def test_a_limit_of_the_shell_is_the_budget_of_the_probes_and_is_said(self, file: Path, tmp_path: Path) -> None:
         limit_kib = 1_200_000

@@ -199,6 +199,7 @@ def test_wrong_usage_says_what_was_asked(run: Run, target: str, options: list[st
     assert told in ran.err
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_give_one_answer(target: str, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = ["-m", "batchwright", "noise", f"{target}:workload", "--effective-batch", "32", "--steps", "30", "--json"]

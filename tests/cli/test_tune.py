@@ -18,6 +18,7 @@ TARGET = f"{ROOT / 'examples' / 'char_mlp.py'}:workload"
 QUICK = ["--memory", "512MiB", "--limit", "64", "--steps", "40"]
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_give_one_answer_and_one_run(tmp_path: Path) -> None:
     command = [
         sys.executable,

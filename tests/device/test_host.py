@@ -38,7 +38,7 @@ class TestVerdicts:
         assert outcome.samples_per_second == pytest.approx(4 / outcome.step_seconds)
         assert json.loads(json.dumps(outcome.to_dict()))["outcome"] == "fits"
 
-    @pytest.mark.parametrize("make", [make_mlp, make_transformer])
+    @pytest.mark.parametrize("make", [make_mlp, pytest.param(make_transformer, marks=pytest.mark.slow)])
     def test_the_limit_is_exact(self, make: Any) -> None:
         needed = peak_of(make(), 16)
         assert HostDevice(limit_bytes=needed).probe(make(), 16).fits

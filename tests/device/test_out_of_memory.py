@@ -289,7 +289,14 @@ class TestRealErrors:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA bounds memory on Linux only")
-@pytest.mark.parametrize(("kind", "budget_mib", "size"), [("mlp", 20, 20000), ("conv", 20, 400), ("lstm", 8, 1200)])
+@pytest.mark.parametrize(
+    ("kind", "budget_mib", "size"),
+    [
+        ("mlp", 20, 20000),
+        pytest.param("conv", 20, 400, marks=pytest.mark.slow),
+        pytest.param("lstm", 8, 1200, marks=pytest.mark.slow),
+    ],
+)
 def test_every_error_of_a_step_under_a_real_limit_is_recognised(kind: str, budget_mib: int, size: int) -> None:
     child = Path(__file__).with_name("limited_child.py")
     ran = subprocess.run(

@@ -45,7 +45,9 @@ def test_it_trains_as_its_top_says(script: str, tmp_path: Path) -> None:
     assert re.search(r"^effective batch [\dx ]+ = \d+, [\d,]+ samples/s$", told, re.M)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", ["ddp", *(pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS if script != "ddp")]
+)
 def test_it_is_tuned_as_its_top_says(script: str, tmp_path: Path) -> None:
     tune, train = commands(script)
     told = typed(f"{tune} {QUICK}", tmp_path).stdout

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 WORKER = """
 import json, os, sys
 from pathlib import Path
@@ -23,6 +25,7 @@ sys.stdout.flush(), os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_what_happens_on_one_rank_is_the_answer_of_all(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)

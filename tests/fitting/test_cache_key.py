@@ -165,6 +165,7 @@ def loaded_and_gone(*helpers: str) -> Iterator[None]:
             sys.modules.pop(f"target_of_{helper}", None)
 
 
+@pytest.mark.slow
 def test_the_same_in_another_process_with_another_hash_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     targets = [write(tmp_path, helper="helper_of_file"), "target_of_helper_of_module:workload"]
     write(tmp_path, helper="helper_of_module")

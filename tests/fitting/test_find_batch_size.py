@@ -544,6 +544,7 @@ def test_a_real_budget_is_kept_by_a_real_model() -> None:
     assert said[-1] == f"running train at batch size {size:,}"
 
 
+@pytest.mark.slow
 def test_a_real_model_accumulates_within_a_real_budget_to_the_weights_of_the_full_batch() -> None:
     effective, width = 60, 2**18
     asked = []

@@ -117,6 +117,7 @@ def test_a_child_that_is_told_to_end_is_no_mistake_of_the_users(number: signal.S
     assert raised.value.exit_code == 1
 
 
+@pytest.mark.slow
 def test_a_picklable_workload_can_be_isolated_and_another_says_why_not() -> None:
     found = bw.fit(targets.mlp(), memory=64 * MIB, limit=8, isolate=True, cache=False)
     assert (found.micro_batch, found.where) == (8, "each probe in a process of its own")
@@ -221,6 +222,7 @@ def test_generation_is_part_of_a_probe() -> None:
     assert bw.fit(work, limit=8, start=4, max_trials=9, cache=False).micro_batch == 3
 
 
+@pytest.mark.slow
 def test_margin_keeps_headroom() -> None:
     found = bw.fit(targets.mlp(), memory=64 * MIB, margin=0.25, cache=False)
     assert found.headroom_bytes is not None

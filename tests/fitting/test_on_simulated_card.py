@@ -176,6 +176,7 @@ def test_a_model_under_activation_checkpointing_is_fitted() -> None:
     assert found.micro_batch is not None
 
 
+@pytest.mark.slow
 def test_one_of_several_ranks_holds_its_shard_and_fits_more() -> None:
     def sharded(model: Any) -> nn.Module:
         for layer in model:

@@ -25,8 +25,15 @@ from tests.torchrun import told_by_ranks
 WORKER = Path(__file__).with_name("watched_worker.py")
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize(
+    ("number", "dropout"),
+    [
+        (4, 0.3),
+        pytest.param(1, 0.0, marks=pytest.mark.slow),
+        pytest.param(1, 0.3, marks=pytest.mark.slow),
+        pytest.param(4, 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_loop_with_it_is_bit_for_bit_the_loop_without(number: int, dropout: float) -> None:
     watched, watching, losses = trained_by_accelerate(number, dropout=dropout)
     numbers = torch.random.get_rng_state()
@@ -148,6 +155,7 @@ def test_batches_by_budget_are_told_by_their_padding_and_not_measured() -> None:
     assert "batches by budget differ in size" in watched.notes[0]
 
 
+@pytest.mark.slow
 def test_two_ranks_give_one_answer_and_the_first_logs(tmp_path_factory: pytest.TempPathFactory) -> None:
     first, second = (told["accelerate"] for told in told_by_ranks(WORKER, tmp_path_factory))
     for found, wanted in zip(first["seen"], expected([4] * 4, steps=8), strict=True):

@@ -83,6 +83,7 @@ def test_a_trainer_with_a_bert_classifier_is_told_its_factor(tmp_path: Path) -> 
     assert model.bert.embeddings.dropout.p == 0.1
 
 
+@pytest.mark.slow
 def test_a_trainer_with_a_causal_model_is_right(tmp_path: Path) -> None:
     found = audit(trainer_of(small(transformers.LlamaForCausalLM), tmp_path, per_token=True))
     assert found.exact

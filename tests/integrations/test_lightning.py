@@ -30,8 +30,15 @@ def callback_of(**options: Any) -> tuple[BatchwrightCallback, list[str]]:
     return BatchwrightCallback(window=10**9, say=said.append, **options), said
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize(
+    ("number", "dropout"),
+    [
+        (4, 0.3),
+        pytest.param(1, 0.0, marks=pytest.mark.slow),
+        pytest.param(1, 0.3, marks=pytest.mark.slow),
+        pytest.param(4, 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_with_it_is_bit_for_bit_the_run_without(tmp_path: Path, number: int, dropout: float) -> None:
     callback, _ = callback_of()
     modules = [Module(number, dropout=dropout) for _ in range(2)]
@@ -48,7 +55,7 @@ def test_a_run_with_it_is_bit_for_bit_the_run_without(tmp_path: Path, number: in
     assert callback.critical_batch is not None
 
 
-@pytest.mark.parametrize("clip", [None, 1e9])
+@pytest.mark.parametrize("clip", [None, pytest.param(1e9, marks=pytest.mark.slow)])
 def test_it_measures_the_observations_by_hand_and_leaves_no_hook(tmp_path: Path, clip: float | None) -> None:
     callback, _ = callback_of(audit=False)
     module = Module(4)
@@ -85,7 +92,7 @@ class Found(Module):
         return DataLoader(torch.cat(self.batches), batch_size=self.batch_size)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_it_works_beside_lightnings_own_batch_size_finder(tmp_path: Path, is_first: bool) -> None:
     callback, _ = callback_of()
     modules = []
@@ -195,6 +202,7 @@ def test_batches_without_a_size_are_counted_by_what_is_told(tmp_path: Path) -> N
     assert seen_by(callback.noise)[-1] == pytest.approx(expected([4] * 4)[-1], rel=1e-11)
 
 
+@pytest.mark.slow
 def test_two_ranks_give_one_answer_and_the_first_logs(tmp_path_factory: pytest.TempPathFactory) -> None:
     first, second = (told["lightning"] for told in told_by_ranks(WORKER, tmp_path_factory))
     for found, wanted in zip(first["seen"], expected([4] * 4, steps=8), strict=True):

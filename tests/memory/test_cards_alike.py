@@ -44,6 +44,7 @@ def on_card(workload: bw.Workload) -> OnCard:
     return OnCard(workload, CARD, AllocatorSettings(), {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [300, 700, 1400])
 def test_a_size_that_was_not_traced_asks_for_what_its_trace_would(size: int) -> None:
     there = on_card(tagger())

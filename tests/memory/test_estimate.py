@@ -206,6 +206,7 @@ def what_if(workload: bw.Workload, micro_batch: int, **options: Any) -> dict[str
     return {"plain": found.peak, **{saving.change: saving.peak_bytes for saving in found.savings}}
 
 
+@pytest.mark.slow
 def test_no_change_of_a_transformer_at_a_large_batch_costs_more() -> None:
     peaks = what_if(make_transformer(), 64)
     assert set(peaks) == {
@@ -225,6 +226,7 @@ def test_no_change_of_a_transformer_at_a_large_batch_costs_more() -> None:
 
 
 class TestWhatIf:
+    @pytest.mark.slow
     def test_checkpointing_is_the_trace_of_a_model_checkpointed_by_hand(self) -> None:
         by_hand = traced_peak(make_stack(is_checkpointed=True), 512)
         assert what_if(make_stack(), 512)["activation checkpointing"] == pytest.approx(by_hand, rel=0.01)
@@ -278,6 +280,7 @@ class TestWhatIf:
         assert savings["8-bit optimizer"].note == "there is no optimizer"
         assert savings["activation checkpointing"].note == "there is no backward to recompute activations for"
 
+    @pytest.mark.slow
     def test_a_model_of_transformers_is_checkpointed_by_its_own_switch(self) -> None:
         from tests.test_ready_made import gpt2
 

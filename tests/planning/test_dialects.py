@@ -81,6 +81,7 @@ sys.stdout.flush(), os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "policy"), [(2, "nearest"), (2, "exact"), (4, "exact")])
 def test_the_pytorch_loop_under_torchrun_equals_one_big_step(tmp_path: Path, devices: int, policy: str) -> None:
     # One window that holds the whole set, so that the order in which it is read cannot matter.

@@ -79,12 +79,22 @@ def check(fault: str, rank: int, codes: list[int], said: str) -> None:
         assert "KeyError: 'a bug of mine'" in said
 
 
-@pytest.mark.parametrize("fault", ["bug", "hang", "SIGKILL", "out of memory", "extra collective"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "bug",
+        pytest.param("hang", marks=pytest.mark.slow),
+        pytest.param("SIGKILL", marks=pytest.mark.slow),
+        pytest.param("out of memory", marks=pytest.mark.slow),
+        pytest.param("extra collective", marks=pytest.mark.slow),
+    ],
+)
 def test_noise_ends_on_all_ranks(fault: str, tmp_path: Path) -> None:
     codes, said = run_ranks(tmp_path, NOISE, FAULT=fault)
     check(fault, 1, codes, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["bug", "hang", "SIGKILL"])
 def test_tune_ends_on_all_ranks_whichever_fails(fault: str, tmp_path: Path) -> None:
     codes, said = run_ranks(tmp_path, TUNE, ranks=3, FAULT=fault, FAULT_RANK="0")
@@ -95,11 +105,13 @@ def test_tune_ends_on_all_ranks_whichever_fails(fault: str, tmp_path: Path) -> N
         check(fault, 0, codes, said)
 
 
+@pytest.mark.slow
 def test_several_ranks_that_see_one_die_say_so_once(tmp_path: Path) -> None:
     codes, said = run_ranks(tmp_path, NOISE, ranks=4, FAULT="SIGKILL", FAULT_RANK="2")
     check("SIGKILL", 2, codes, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["bug", "hang"])
 @pytest.mark.parametrize("in_child", ["0", "1"])
 def test_a_rank_that_fails_while_it_loads_ends_fit_on_all(fault: str, in_child: str, tmp_path: Path) -> None:
@@ -107,6 +119,7 @@ def test_a_rank_that_fails_while_it_loads_ends_fit_on_all(fault: str, in_child: 
     check(fault, 1, codes, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "in_child"), [("0", "0"), ("1", "1")])
 def test_a_hung_leader_and_a_hung_probe_end_fit_on_all(rank: str, in_child: str, tmp_path: Path) -> None:
     codes, said = run_ranks(tmp_path, FIT, FAULT="hang", FAULT_RANK=rank, FAULT_IN_CHILD=in_child)

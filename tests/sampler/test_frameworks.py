@@ -18,6 +18,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return told_by_ranks(WORKER, tmp_path_factory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["accelerate", "trainer"])
 def test_two_ranks_see_every_sample_once_per_epoch_in_as_many_steps(told: Any, framework: str) -> None:
     first, second = (rank[framework] for rank in told)
@@ -88,6 +89,7 @@ def test_accelerate_goes_on_from_a_state(is_loaded_first: bool) -> None:
     assert sampler.state_dict()["epoch"] == 2
 
 
+@pytest.mark.slow
 def test_a_loader_that_accelerate_would_shard_once_more_is_refused(told: Any) -> None:
     assert all("accelerate shards this sampler's batches once more" in rank["prepared"] for rank in told)
 

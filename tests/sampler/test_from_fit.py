@@ -85,6 +85,7 @@ def test_a_fit_over_fewer_lengths_is_refused() -> None:
         bw.TokenBatchSampler.from_fit(table([64, 256], (1e5, 10.0, 0.0)), [5, 6], "train.py:workload")
 
 
+@pytest.mark.slow
 def test_a_real_fit_gives_a_sampler_whose_costliest_batch_ran() -> None:
     def workload() -> bw.Workload:
         return bw.Workload(

@@ -52,7 +52,9 @@ def peak(wrap: Callable[[nn.Module], nn.Module] | None, devices: int) -> int:
     return bw.estimate(workload(wrap), micro_batch=2, on="a100-40gb", devices=devices).peak
 
 
-@pytest.mark.parametrize("degree", [2, 8, 64])
+@pytest.mark.parametrize(
+    "degree", [pytest.param(2, marks=pytest.mark.slow), 8, pytest.param(64, marks=pytest.mark.slow)]
+)
 def test_a_shard_holds_its_part_of_weights_gradients_and_state(degree: int) -> None:
     found = bw.estimate(workload(sharded), micro_batch=2, on="a100-40gb", devices=degree)
     for part in ("weights", "optimizer"):
@@ -104,9 +106,12 @@ class TestMeshes:
         "mesh",
         [
             lambda: init_device_mesh("cuda", (4,)),
-            lambda: dist.init_device_mesh("cuda", (4,)),  # type: ignore[attr-defined]
+            pytest.param(
+                lambda: dist.init_device_mesh("cuda", (4,)),  # type: ignore[attr-defined]
+                marks=pytest.mark.slow,
+            ),
             lambda: DeviceMesh("cuda", [0, 1, 2, 3]),
-            lambda: DeviceMesh("cuda", torch.arange(4)),
+            pytest.param(lambda: DeviceMesh("cuda", torch.arange(4)), marks=pytest.mark.slow),
             lambda: init_device_mesh("cuda", (1, 4), mesh_dim_names=("outer", "inner"))["inner"],
         ],
         ids=["bound at import", "of dist", "a list", "a tensor", "a slice"],
@@ -135,9 +140,12 @@ class TestReplicas:
         "wrap",
         [
             lambda model: DistributedDataParallel(model.cuda(), device_ids=[dist.get_rank()]),
-            lambda model: DistributedDataParallel(model.to("cuda"), device_ids=[0], output_device=0),
+            pytest.param(
+                lambda model: DistributedDataParallel(model.to("cuda"), device_ids=[0], output_device=0),
+                marks=pytest.mark.slow,
+            ),
             lambda model: (dist.init_process_group("nccl"), DistributedDataParallel(model))[1],
-            lambda model: (early_init("nccl"), DistributedDataParallel(model))[1],
+            pytest.param(lambda model: (early_init("nccl"), DistributedDataParallel(model))[1], marks=pytest.mark.slow),
             lambda model: torch.compile(DistributedDataParallel(model)),
             lambda model: replicate(model),
         ],
@@ -167,7 +175,14 @@ class TestReplicas:
         assert any("traced as eager" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("settings", [{"capturable": True}, {"fused": True}, {"foreach": False}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"capturable": True},
+        pytest.param({"fused": True}, marks=pytest.mark.slow),
+        pytest.param({"foreach": False}, marks=pytest.mark.slow),
+    ],
+)
 def test_optimizers_step_on_shards(settings: dict[str, Any]) -> None:
     found = on_four(sharded, optimizer=lambda params: torch.optim.AdamW(params, **settings))
     assert found.parts["optimizer"] == pytest.approx(2 * MODEL_BYTES / 4, rel=0.01)

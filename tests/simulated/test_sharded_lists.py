@@ -38,9 +38,9 @@ def estimate(optimizer: Any, **more: Any) -> bw.Estimate:
     "optimizer",
     [
         lambda params: torch.optim.AdamW(params, lr=1e-3),
-        lambda params: torch.optim.AdamW(params, lr=1e-3, amsgrad=True),
+        pytest.param(lambda params: torch.optim.AdamW(params, lr=1e-3, amsgrad=True), marks=pytest.mark.slow),
         lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
-        lambda params: torch.optim.RMSprop(params, lr=0.1, centered=True),
+        pytest.param(lambda params: torch.optim.RMSprop(params, lr=0.1, centered=True), marks=pytest.mark.slow),
     ],
 )
 def test_peaks_are_those_of_torchs_own_way(optimizer: Any) -> None:

@@ -47,9 +47,9 @@ def is_alive(process: int) -> bool:
     ("command", "number", "code"),
     [
         (["fit", "--limit", "4", "--no-cache"], signal.SIGTERM, 143),
-        (["fit", "--limit", "4", "--no-cache"], signal.SIGINT, 130),
-        (["tune", "--limit", "4"], signal.SIGTERM, 143),
-        (["noise", "--effective-batch", "8"], signal.SIGTERM, 143),
+        pytest.param(["fit", "--limit", "4", "--no-cache"], signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(["tune", "--limit", "4"], signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(["noise", "--effective-batch", "8"], signal.SIGTERM, 143, marks=pytest.mark.slow),
     ],
     ids=["fit-SIGTERM", "fit-SIGINT", "tune-SIGTERM", "noise-SIGTERM"],
 )

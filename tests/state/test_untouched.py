@@ -134,8 +134,23 @@ ASK: dict[str, Callable[[bw.Workload], Any]] = {
 }
 
 
-@pytest.mark.parametrize("by_function", [False, True], ids=["module", "function"])
-@pytest.mark.parametrize("name", ASK)
+# The longest of them; the others show the same of each question, or of both ways to hand the model in.
+SLOW_LIVE = {("noise", True), ("branches", True), ("throughput", True), ("tune", False), ("tune", True)}
+
+
+@pytest.mark.parametrize(
+    ("name", "by_function"),
+    [
+        pytest.param(
+            name,
+            by_function,
+            id=f"{name}-{'function' if by_function else 'module'}",
+            marks=[pytest.mark.slow] if (name, by_function) in SLOW_LIVE else [],
+        )
+        for name in ASK
+        for by_function in (False, True)
+    ],
+)
 def test_live_objects_are_as_before(name: str, by_function: bool) -> None:
     live = Live(by_function=by_function)
     before = live.state()
@@ -145,8 +160,19 @@ def test_live_objects_are_as_before(name: str, by_function: bool) -> None:
     assert same(live.state(), before)
 
 
-@pytest.mark.parametrize("name", ["estimate", "audit", "noise", "tune"])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (ValueError, "estimate"),
+        (ValueError, "audit"),
+        pytest.param(ValueError, "noise", marks=pytest.mark.slow),
+        (ValueError, "tune"),
+        (KeyboardInterrupt, "estimate"),
+        pytest.param(KeyboardInterrupt, "audit", marks=pytest.mark.slow),
+        (KeyboardInterrupt, "noise"),
+        pytest.param(KeyboardInterrupt, "tune", marks=pytest.mark.slow),
+    ],
+)
 def test_so_are_they_where_the_step_fails(name: str, error: type[BaseException]) -> None:
     live = Live(by_function=False)
     calls: list[None] = []

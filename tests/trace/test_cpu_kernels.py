@@ -66,8 +66,14 @@ def make_recurrent(kind: type[nn.LSTM | nn.GRU], **options: Any) -> Workload:
 
 class TestConvolutions:
     # One sample takes another path than several; twenty are more than the kernel is asked about.
-    @pytest.mark.parametrize("micro_batch", [1, 4, 20])
-    @pytest.mark.parametrize("name", CONVOLUTIONS)
+    @pytest.mark.parametrize(
+        ("name", "micro_batch"),
+        [
+            pytest.param(name, size, marks=[pytest.mark.slow] if (name, size) == ("grouped", 20) else [])
+            for name in CONVOLUTIONS
+            for size in (1, 4, 20)
+        ],
+    )
     def test_peak_is_the_real_one(self, name: str, micro_batch: int) -> None:
         workload = make_pictures(CONVOLUTIONS[name])
         assert predicted(workload, micro_batch) == pytest.approx(really(workload, micro_batch), abs=FEW_BYTES)
@@ -111,18 +117,28 @@ class TestConvolutions:
             trace_workload(workload, 5)
 
 
+LAYERS: dict[str, dict[str, Any]] = {
+    "one layer": {"batch_first": True},
+    "two layers": {"batch_first": True, "num_layers": 2, "dropout": 0.1},
+    "both directions": {"batch_first": True, "bidirectional": True},
+    "time first": {"num_layers": 2},
+}
+
+
 class TestRecurrentLayers:
     @pytest.mark.parametrize(
-        "options",
+        ("kind", "options"),
         [
-            {"batch_first": True},
-            {"batch_first": True, "num_layers": 2, "dropout": 0.1},
-            {"batch_first": True, "bidirectional": True},
-            {"num_layers": 2},
+            pytest.param(nn.LSTM, LAYERS["one layer"], id="LSTM-one layer"),
+            pytest.param(nn.GRU, LAYERS["one layer"], id="GRU-one layer"),
+            pytest.param(nn.LSTM, LAYERS["both directions"], id="LSTM-both directions"),
+            pytest.param(nn.GRU, LAYERS["both directions"], id="GRU-both directions", marks=pytest.mark.slow),
+            pytest.param(nn.LSTM, LAYERS["two layers"], id="LSTM-two layers", marks=pytest.mark.slow),
+            pytest.param(nn.GRU, LAYERS["two layers"], id="GRU-two layers", marks=pytest.mark.slow),
+            pytest.param(nn.LSTM, LAYERS["time first"], id="LSTM-time first", marks=pytest.mark.slow),
+            pytest.param(nn.GRU, LAYERS["time first"], id="GRU-time first", marks=pytest.mark.slow),
         ],
-        ids=["one layer", "two layers", "both directions", "time first"],
     )
-    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
     def test_peak_is_the_real_one(self, kind: type[nn.LSTM | nn.GRU], options: dict[str, Any]) -> None:
         workload = make_recurrent(kind, **options)
         # The workspace is rounded up to pages.

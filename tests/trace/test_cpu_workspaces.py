@@ -294,6 +294,7 @@ class TestTheWholeStep:
         workload = make_workload("mlp", torch.float32, loss=lambda model, batch: model(batch).sum())
         assert predicted(workload, 64) == pytest.approx(really(workload, 64), abs=FEW_BYTES)
 
+    @pytest.mark.slow
     def test_on_a_processor_without_bf16_units_peaks_where_the_real_one_does(self) -> None:
         script = (
             "import torch; from tests.trace.test_cpu_workspaces import BF16, make_workload, predicted, really;"

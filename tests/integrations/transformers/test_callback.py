@@ -32,8 +32,15 @@ def losses_of(trainer: Any) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize(
+    ("number", "dropout"),
+    [
+        (4, 0.3),
+        pytest.param(1, 0.0, marks=pytest.mark.slow),
+        pytest.param(1, 0.3, marks=pytest.mark.slow),
+        pytest.param(4, 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_with_it_is_bit_for_bit_the_run_without(tmp_path: Path, number: int, dropout: float) -> None:
     callback, _ = callback_of()
     watched = trained_by_transformers(tmp_path, number, [callback], dropout=dropout)
@@ -82,6 +89,7 @@ def llama_trained(folder: Path, callbacks: list[Any], *, bf16: bool) -> Any:
     return trainer
 
 
+@pytest.mark.slow
 def test_autocast_is_off_for_the_audit_and_on_for_the_run(tmp_path: Path) -> None:
     callback, _ = callback_of()
     watched = llama_trained(tmp_path, [callback], bf16=True)
@@ -189,6 +197,7 @@ def test_batches_by_budget_are_told_by_their_padding_and_not_measured(tmp_path: 
     assert ["batches by budget differ in size" in text for text in said] == [True]
 
 
+@pytest.mark.slow
 def test_two_ranks_give_one_answer_and_the_first_logs(tmp_path_factory: pytest.TempPathFactory) -> None:
     first, second = (told["transformers"] for told in told_by_ranks(WORKER, tmp_path_factory))
     for found, wanted in zip(first["seen"], expected([4] * 4, steps=8), strict=True):

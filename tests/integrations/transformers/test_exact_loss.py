@@ -317,6 +317,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_with_the_big_batch(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)

@@ -216,6 +216,7 @@ def test_an_optimizer_that_was_handed_in_comes_back_with_its_state(tmp_path: Pat
     trainer.train()
 
 
+@pytest.mark.slow
 def test_a_trainer_that_has_trained_goes_on_as_a_twin_does(tmp_path: Path) -> None:
     results = []
     for probe in (True, False):
@@ -333,6 +334,7 @@ def test_a_bug_in_the_model_surfaces_at_once(tmp_path: Path) -> None:
     assert trainer.optimizer is None
 
 
+@pytest.mark.slow
 def test_a_real_budget_is_kept(tmp_path: Path) -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
