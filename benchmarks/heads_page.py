@@ -1,4 +1,4 @@
-"""docs/heads.md, written from what benchmarks/audit_heads.py found."""
+"""docs/reference/heads.md, written from what benchmarks/audit_heads.py found."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs" / "heads.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "heads.md"
 FAMILIES = {
     "ForSequenceClassification": "sequence classification",
     "ForTokenClassification": "token classification",

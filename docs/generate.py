@@ -1,6 +1,6 @@
 """Write the pages that are made from the program itself: `make docs`.
 
-docs/commands.md is the help of every command; docs/concepts/ holds the pages of `batchwright explain`.
+docs/reference/commands.md is the help of every command; docs/concepts/ holds the pages of `batchwright explain`.
 A test compares what is written here with what is committed.
 """
 
@@ -18,7 +18,7 @@ DOCS = Path(__file__).parent
 
 def generate_pages() -> dict[Path, str]:
     """Return every generated page by its path."""
-    pages = {DOCS / "commands.md": commands_page()}
+    pages = {DOCS / "reference" / "commands.md": commands_page()}
     for lang in LANGUAGES:
         for topic in TOPICS:
             pages[DOCS / "concepts" / lang / f"{topic}.md"] = read_page(topic, lang).text

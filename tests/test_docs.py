@@ -37,17 +37,39 @@ def test_generated_pages_are_up_to_date() -> None:
 def test_every_command_and_option_is_spoken_of_on_its_own_page(name: str) -> None:
     command = cli.group.get_command(click.Context(cli.group), name)
     assert command is not None
-    page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    page = (DOCS / "guide" / f"{name}.md").read_text(encoding="utf-8")
     assert f"batchwright {name}" in page
     for parameter in command.params:
         if isinstance(parameter, click.Option):
-            assert max(parameter.opts, key=len) in page, f"docs/{name}.md does not speak of {parameter.opts}"
+            assert max(parameter.opts, key=len) in page, f"docs/guide/{name}.md does not speak of {parameter.opts}"
 
 
-def test_links_between_pages_lead_somewhere() -> None:
-    for page in [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+def test_links_between_pages_lead_to_files_and_headings() -> None:
+    pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
+    links = [(page, *link) for page in pages for link in re.findall(r"\]\(([^)#:]*)(?:#([^):]*))?\)", read(page))]
+    assert len(links) > 100
+    for page, target, anchor in links:
+        goal = page.parent / target if target else page
+        assert goal.exists(), f"{page.relative_to(ROOT)} links to {target}"
+        assert not anchor or anchor in anchors_of(goal), f"{page.relative_to(ROOT)} links to {target}#{anchor}"
+
+
+def test_every_page_can_be_reached_from_the_index() -> None:
+    index = read(DOCS / "README.md")
+    for page in DOCS.rglob("*.md"):
+        place = str(page.relative_to(DOCS))
+        assert place == "README.md" or place.startswith("concepts/zh") or f"({place})" in index, place
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub writes them."""
+    text = re.sub(r"^```.*?^```", "", read(page), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_changelog_speaks_of_this_version() -> None:

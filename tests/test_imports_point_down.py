@@ -9,7 +9,7 @@ import batchwright
 
 ROOT = Path(batchwright.__file__).parent
 
-# The order of docs/architecture.md, from the ground up.
+# The order of docs/development/architecture.md, from the ground up.
 PARTS = (
     "errors",
     "units",
@@ -82,7 +82,7 @@ def test_imports_point_down_only() -> None:
 def test_every_part_is_in_the_order_and_in_the_map() -> None:
     parts = {part_of(file) for file in ROOT.rglob("*.py")} - {"__init__", "__main__"}
     assert parts <= set(PARTS)
-    architecture = (ROOT.parents[1] / "docs" / "architecture.md").read_text()
+    architecture = (ROOT.parents[1] / "docs" / "development" / "architecture.md").read_text()
     assert all(f"{part}/" in architecture or f"{part}.py" in architecture for part in parts)
 
 

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("guide", "reference", "development")
+PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / "docs" / folder).glob("*.md")))]
 FENCE = re.compile(r"(?:<!-- (gpu|slow) -->\n)?^```(console|bash|python)\n(.*?)^```", re.M | re.S)
 
 

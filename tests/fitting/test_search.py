@@ -119,7 +119,7 @@ def test_a_kinked_peak_is_searched_exactly(
 
     tried = drive(by_peaks(2**20, limit), peak, limit, is_measured=is_measured)
     assert answer(tried, peak, limit) == largest
-    # Not 8, though that is wanted: docs/limits.md says how often it is more.
+    # Not 8, though that is wanted: docs/guide/fit.md says how often it is more.
     assert len(tried) <= 40
 
 

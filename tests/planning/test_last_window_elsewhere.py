@@ -1,4 +1,4 @@
-"""What the frameworks themselves do with an incomplete last window: the facts that docs/plan.md states.
+"""What the frameworks themselves do with an incomplete last window: the facts that docs/guide/plan.md states.
 
 Their updates with `drop_last` are those that `plan` counts. Five micro-batches of one sample at accumulation 4: a full window, then one micro-batch left over. All losses are
 means, so the update of the left-over one should be as large as its own gradient.

@@ -160,7 +160,7 @@ class CardsAlike:
 
 
 # The smallest that covers torchtune's reserved figures in the calibration third of benchmarks/memory_gpu.py, where
-# predictions were 6.8 % low. docs/limits.md says how often it falls short.
+# predictions were 6.8 % low. docs/reference/cards.md says how often it falls short.
 _UPPER = 1.075
 
 
