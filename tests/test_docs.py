@@ -61,6 +61,14 @@ def test_every_page_can_be_reached_from_the_index() -> None:
         assert place == "README.md" or place.startswith("concepts/zh") or f"({place})" in index, place
 
 
+def test_the_walks_of_the_architecture_pass_few_files_that_exist() -> None:
+    walks = re.split(r"^\d\. ", read(DOCS / "development" / "architecture.md"), flags=re.M)[1:]
+    for walk, most in zip(walks, (14, 14, 10, 6), strict=True):
+        files = re.findall(r"`([\w/]+\.py)`", walk.partition("\n\n")[0])
+        assert 5 <= len(files) <= most
+        assert [file for file in files if not (ROOT / "src" / "batchwright" / file).is_file()] == []
+
+
 def read(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
