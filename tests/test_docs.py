@@ -61,6 +61,13 @@ def test_every_page_can_be_reached_from_the_index() -> None:
         assert place == "README.md" or place.startswith("concepts/zh") or f"({place})" in index, place
 
 
+def test_users_are_sent_to_public_names_only() -> None:
+    pages = [*ROOT.glob("README*.md"), *(DOCS / "guide").glob("*.md"), *(DOCS / "reference").glob("*.md")]
+    for page in [*pages, *(ROOT / "examples").glob("*.py")]:
+        imported = set(re.findall(r"(?:from|import) batchwright\.(\w+)", read(page)))
+        assert imported <= {"integrations"}, f"{page.relative_to(ROOT)} imports from batchwright.{imported}"
+
+
 def test_the_walks_of_the_architecture_pass_few_files_that_exist() -> None:
     walks = re.split(r"^\d\. ", read(DOCS / "development" / "architecture.md"), flags=re.M)[1:]
     for walk, most in zip(walks, (14, 14, 10, 6), strict=True):
