@@ -10,7 +10,8 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check 
 
 help:
 	@echo "make demo    install, then tune a small GPT under a memory budget, and write its report to demo.html"
-	@echo "make test    install, then lint, type-check and run all tests"
+	@echo "make test    install, then lint, type-check and run all tests but the slow ones"
+	@echo "make test-all   the slow ones too"
 	@echo "make test-floor, make test-newest   the tests that need torch alone, on the oldest and the newest torch (gigabytes)"
 	@echo "make docs    write the generated pages under docs/ anew"
 	@echo "make format  apply the formatter and the safe lint fixes"
@@ -54,14 +55,16 @@ test-all: test
 # The ends of the range that pyproject.toml declares, each in an environment of its own, without constraints. The core is
 # what leans on torch most (private names, kernels, patches, hooks, the state of models and optimizers) and imports no
 # framework, as these environments have none. Another Python: make PYTHON=... test-newest
-CORE := tests/simulated/torch_patches/test_torch_names.py \
-  $(addprefix tests/device/test_, byte_counter.py step.py) \
-  $(addprefix tests/memory/test_, asked_kernels.py attention_kernel.py engine_adds.py host_batches.py kernels.py on_card.py \
-    outside_tensors.py trace.py) \
-  $(addprefix tests/simulated/test_, attention.py autocast.py redirected_calls.py simulated_card.py torch_patches.py) \
+CORE := $(addprefix tests/accumulate/test_, micro_batches.py precise.py step.py weights.py) \
+  $(addprefix tests/device/test_, counted_bytes.py step.py) \
+  $(addprefix tests/memory/test_, on_card.py) \
+  $(addprefix tests/noise/capture/test_, halves.py own_loop.py) \
+  $(addprefix tests/simulated/test_, card.py) \
+  $(addprefix tests/simulated/operators/test_, attention.py autocast.py) \
+  $(addprefix tests/simulated/torch_patches/test_, patches.py redirected_calls.py torch_names.py) \
   $(addprefix tests/state/test_, kept_state.py untouched.py) \
-  $(addprefix tests/accumulate/test_, micro_batches.py precise.py step.py weights.py) \
-  $(addprefix tests/noise/test_, halves.py own_loop.py)
+  $(addprefix tests/trace/test_, attention_workspace.py cpu_kernels.py cpu_workspaces.py gradient_adds.py host_batches.py \
+    outside_tensors.py trace.py)
 CORE_TOOLS := pytest pytest-xdist hypothesis
 FLOOR := torch==2.10.0 numpy==1.26.0 click==8.1.7 rich==13.7.0
 NEWEST := torch numpy click rich pyyaml

@@ -87,6 +87,13 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_makefile_names_tests_that_exist() -> None:
+    lists = re.findall(r"addprefix (tests/\S*test_), ([^)]*)\)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    files = [prefix + name for prefix, names in lists for name in names.replace("\\\n", " ").split()]
+    assert len(files) >= 20
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
 def test_the_changelog_speaks_of_this_version() -> None:
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
