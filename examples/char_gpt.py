@@ -14,7 +14,7 @@ CONTEXT, WIDTH, HEADS, LAYERS = 64, 64, 4, 2
 
 
 class Windows(torch.utils.data.Dataset[torch.Tensor]):
-    """Every stretch of so many characters, and the one that comes after."""
+    """Every stretch of CONTEXT characters, and the character after it."""
 
     def __init__(self, text: str) -> None:
         letters = sorted(set(text))

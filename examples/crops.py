@@ -60,7 +60,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def batch(n: int, max_crops: int = 2) -> Batch:
-    """Make n images of so many crops, each with a question."""
+    """Make n images of `max_crops` crops, with a question for every image."""
     return torch.randn(n, max_crops, PATCHES, PIXELS), torch.randint(0, VOCABULARY, (n, PROMPT))
 
 

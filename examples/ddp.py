@@ -1,6 +1,6 @@
 """Two processes or more under torchrun, with DDP: a small net learns the next character of lines that differ in length.
 
-Tune it, then train with what came out (here that of one machine):
+Tune it, then train with the answer (here from one machine):
 
 torchrun --nproc-per-node 2 -m batchwright tune examples/ddp.py:workload --memory 1GiB --limit 64
 torchrun --nproc-per-node 2 examples/ddp.py --micro-batch 15 --accumulation 1 --learning-rate 0.00233
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 NUM_LINES, CONTEXT, WIDTH, EPOCHS, IGNORED = 2048, 8, 32, 2, -100
-# Suits an effective batch of 64, for which tune takes it unless --noise-batch says otherwise.
+# Suits an effective batch of 64, the default of --noise-batch.
 LEARNING_RATE = 3e-3
 
 Batch = dict[str, torch.Tensor]

@@ -1,6 +1,6 @@
 """A Lightning module: a small net learns how a wave goes on.
 
-Tune it, then train with what came out (here that of one machine):
+Tune it, then train with the answer (here from one machine):
 
 batchwright tune examples/lightning_module.py:workload --memory 1GiB --limit 128
 python examples/lightning_module.py --micro-batch 128 --accumulation 2 --learning-rate 0.00513
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 NUM_WAVES, LENGTH, WIDTH, EPOCHS = 2048, 32, 64, 2
-# Suits an effective batch of 64, for which tune takes it unless --noise-batch says otherwise.
+# Suits an effective batch of 64, the default of --noise-batch.
 LEARNING_RATE = 3e-3
 
 Batch = tuple[torch.Tensor, torch.Tensor]

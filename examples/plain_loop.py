@@ -1,6 +1,6 @@
 """A plain PyTorch loop: a small convolutional net learns which way a stroke in a noisy picture runs.
 
-Tune it, then train with what came out (here that of one machine):
+Tune it, then train with the answer (here from one machine):
 
 batchwright tune examples/plain_loop.py:workload --memory 1GiB --limit 128
 python examples/plain_loop.py --micro-batch 39 --accumulation 1 --learning-rate 0.00172
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 NUM_PICTURES, SIDE, STROKE, EPOCHS = 2048, 16, 8, 2
-# Suits an effective batch of 64, for which tune takes it unless --noise-batch says otherwise.
+# Suits an effective batch of 64, the default of --noise-batch.
 LEARNING_RATE = 2e-3
 DIRECTIONS = torch.tensor([[0, 1], [1, 0], [1, 1], [-1, 1]])
 

@@ -44,8 +44,8 @@ def main() -> None:
     shown = sorted({1, *range(STEPS // 4, STEPS + 1, STEPS // 4)})
     print("loss after step " + "".join(f"{step:>9}" for step in shown) + "   peak memory   seconds")
     for micro_batch, accumulation, losses, predicted, seconds in rows:
-        told = "".join(f"{losses[step - 1]:9.5f}" for step in shown)
-        print(f"{micro_batch:>4} x {accumulation:<8} {told}{predicted / 2**20:10.1f} MiB{seconds:10.1f}")
+        shown_losses = "".join(f"{losses[step - 1]:9.5f}" for step in shown)
+        print(f"{micro_batch:>4} x {accumulation:<8} {shown_losses}{predicted / 2**20:10.1f} MiB{seconds:10.1f}")
     first = rows[0][2]
     off = max(abs(a - b) / b for _, _, losses, *_ in rows[1:] for a, b in zip(losses, first, strict=True))
     print(

@@ -1,6 +1,6 @@
 """A transformers Trainer: a small Llama learns characters, on text that ships with Python.
 
-Tune it, then train with what came out (here that of one machine):
+Tune it, then train with the answer (here from one machine):
 
 batchwright tune examples/trainer.py:workload --memory 1GiB --limit 128
 python examples/trainer.py --micro-batch 40 --accumulation 1 --learning-rate 0.00274
@@ -19,7 +19,7 @@ import batchwright as bw
 from batchwright.integrations.transformers import BatchwrightCallback
 
 NUM_WINDOWS, CONTEXT = 2048, 32
-# Suits an effective batch of 64, for which tune takes it unless --noise-batch says otherwise.
+# Suits an effective batch of 64, the default of --noise-batch.
 LEARNING_RATE = 3e-3
 
 

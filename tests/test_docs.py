@@ -87,6 +87,10 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_readme_stays_short() -> None:
+    assert len(read(ROOT / "README.md").split()) <= 1000
+
+
 def test_the_makefile_names_tests_that_exist() -> None:
     lists = re.findall(r"addprefix (tests/\S*test_), ([^)]*)\)", (ROOT / "Makefile").read_text(encoding="utf-8"))
     files = [prefix + name for prefix, names in lists for name in names.replace("\\\n", " ").split()]

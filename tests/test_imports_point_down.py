@@ -45,13 +45,13 @@ def part_of(file: Path) -> str:
 
 
 def imports_of(tree: ast.AST) -> list[tuple[ast.AST, str]]:
-    found: list[tuple[ast.AST, str]] = []
+    imports: list[tuple[ast.AST, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("batchwright."):
-            found.append((node, (node.module or "").split(".")[1]))
+            imports.append((node, (node.module or "").split(".")[1]))
         elif isinstance(node, ast.Import):
-            found += [(node, a.name.split(".")[1]) for a in node.names if a.name.startswith("batchwright.")]
-    return found
+            imports += [(node, a.name.split(".")[1]) for a in node.names if a.name.startswith("batchwright.")]
+    return imports
 
 
 def lazily_drawn(tree: ast.AST) -> set[ast.AST]:
