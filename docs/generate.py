@@ -1,24 +1,58 @@
 """Write the pages that are made from the program itself: `make docs`.
 
-docs/reference/commands.md is the help of every command; docs/concepts/ holds the pages of `batchwright explain`.
+docs/reference/commands.md is the help of every command, docs/reference/library.md the list of public names;
+docs/concepts/ holds the pages of `batchwright explain`.
 A test compares what is written here with what is committed.
 """
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import click
 
+import batchwright as bw
 from batchwright import cli
 from batchwright.concepts.pages import LANGUAGES, TOPICS, read_page
 
 DOCS = Path(__file__).parent
 
+LIBRARY = """# Library
+
+Written by `make docs`. Only `bw.*` (`import batchwright as bw`), `bw.integrations.*` and the command are public.
+
+| name | what it is |
+|---|---|
+{rows}
+
+## What results have in common
+
+Every result is frozen and carries its reason. `print(result)` prints what the command prints, a notebook shows it as a
+table, `repr(result)` is one short line. `to_dict()` has the keys that the command prints with `--json`: `schema` is 1,
+`source` is measured, predicted or formula, bytes are whole numbers; what is infinite, unresolved or unknown is null.
+
+## Errors and exit codes
+
+Every error batchwright raises deliberately is a `bw.BatchwrightError`, and if an argument was wrong a `ValueError` too.
+It says what was asked, what happened, and what to do. An error in your own code keeps its traceback.
+
+| exit code | meaning |
+|---|---|
+| 0 | answered |
+| 1 | a clean no: nothing fits, the audit failed, the critical batch has no upper bound yet, a rank failed |
+| 2 | wrong usage |
+| 3 | your own code raised |
+| 130, 143 | interrupted, terminated |
+"""
+
 
 def generate_pages() -> dict[Path, str]:
     """Return every generated page by its path."""
-    pages = {DOCS / "reference" / "commands.md": commands_page()}
+    pages = {
+        DOCS / "reference" / "commands.md": commands_page(),
+        DOCS / "reference" / "library.md": library_page(),
+    }
     for lang in LANGUAGES:
         for topic in TOPICS:
             pages[DOCS / "concepts" / lang / f"{topic}.md"] = read_page(topic, lang).text
@@ -36,6 +70,13 @@ def commands_page() -> str:
         text = command.get_help(_context(command, name, context))
         parts += [f"## {name}", "", "```text", f"$ batchwright {name} --help", text, "```", ""]
     return "\n".join(parts)
+
+
+def library_page() -> str:
+    """Return the public names, each with the first sentence of its documentation."""
+    sentences = {name: (inspect.getdoc(getattr(bw, name)) or "").split("\n\n")[0] for name in bw.__all__}
+    rows = "\n".join(f"| `bw.{name}` | {' '.join(sentence.split())} |" for name, sentence in sentences.items())
+    return LIBRARY.format(rows=rows)
 
 
 def _context(command: click.Command, name: str, parent: click.Context | None) -> click.Context:
