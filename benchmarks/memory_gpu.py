@@ -57,7 +57,7 @@ def predict(case: Case) -> dict[str, Any]:
         card = SimulatedCard(find_card(case.card), is_roomy=True)
         trace_workload(case.build(), case.micro_batch, shape=case.shape, card=card, **told)
     peaks, context = card.peak_bytes, card.context
-    upper = upper_on_card(peaks, context, card.unsure_bytes)
+    upper = upper_on_card(peaks, context, card.kernels.unsure_bytes)
     assert peaks.allocated is not None
     assert peaks.reserved is not None
     # A source that measured its context is believed; else it is the catalogue's.
@@ -69,7 +69,7 @@ def predict(case: Case) -> dict[str, Any]:
         bound["device"] = upper.reserved + held
     return {
         **found,
-        "unsure": card.unsure_bytes,
+        "unsure": card.kernels.unsure_bytes,
         "upper": bound[case.kind],
         "upper_reserved": bound["reserved"],
         "ran_out": ran_out,

@@ -2,15 +2,14 @@
 
 Promises:
 - a run on it ends in `torch.OutOfMemoryError` at the very allocation where the real card would raise it, after the
-  allocator has given back what it had cached;
-- what cuBLAS keeps for each thread is taken when a thread multiplies for the first time, as on the card.
+  allocator has given back what it had cached.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,33 +18,20 @@ from batchwright.simulated.allocator.caching_allocator import CachingAllocator, 
 from batchwright.simulated.allocator.settings import AllocatorSettings
 from batchwright.simulated.operators.attention import CurrentCard, register_attention
 from batchwright.simulated.operators.autocast import forget_casts, register_autocast
-from batchwright.simulated.operators.cuda_kernels import moments_on_card, most_workspace, register_fused_operators
+from batchwright.simulated.operators.cuda_kernels import CudaKernels, register_fused_operators
 from batchwright.simulated.operators.recurrent import register_recurrent
-from batchwright.simulated.torch_patches.backend import errors_put_back, forget_taken, switched_on
+from batchwright.simulated.torch_patches.backend import errors_put_back, forget_taken, is_on_card, switched_on
 from batchwright.simulated.torch_patches.patches import Patch, TorchPatches, applied, undone
 from batchwright.simulated.torch_patches.redirected_calls import modules_move_in_place
 from batchwright.simulated.torch_patches.torch_cuda import answering_for
 from batchwright.units import PeakBytes, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
+    from batchwright.device.kernels import Owner
     from batchwright.simulated.allocator.blocks import Block
-    from batchwright.simulated.allocator.snapshot import History, Owner
-    from batchwright.simulated.operators.cuda_kernels import Moment
-
-
-_aten = torch.ops.aten
-_MULTIPLIES = {
-    _aten.mm.default,
-    _aten.bmm.default,
-    _aten.addmm.default,
-    _aten.baddbmm.default,
-    _aten.addbmm.default,
-    _aten.mv.default,
-    _aten.addmv.default,
-    _aten.dot.default,
-}
+    from batchwright.simulated.allocator.snapshot import History
 
 
 def kernels_of(card: Card) -> tuple[object, ...]:
@@ -75,8 +61,7 @@ class SimulatedCard:
             listener=None if history is None else history.listen,
         )
         self.history = history
-        self._workspaces: dict[str, Block] = {}
-        self._most_allocated = 0
+        self.kernels = CudaKernels(card, self.allocator)
         self.requests = Requests()
 
     @contextmanager
@@ -119,29 +104,9 @@ class SimulatedCard:
         self.requests.gave_back(block)
         self.allocator.free(block)
 
-    def workspaces_for(self, func: Callable[..., Any], phase: str) -> int:
-        """Return the bytes that a library takes for itself as it runs for the first time in a thread, and keeps."""
-        thread = "backward" if phase == "backward" else "forward"
-        if func not in _MULTIPLIES or thread in self._workspaces:
-            return 0
-        num_bytes = cublas_workspace_bytes(self.card)
-        self._workspaces[thread] = self.malloc(num_bytes, ("cuBLAS workspace", "", phase))
-        return num_bytes
-
-    def moments_of(
-        self, func: Callable[..., Any], args: Sequence[Any], outputs: Sequence[torch.Tensor]
-    ) -> list[Moment]:
-        """What happens inside an operator on this card."""
-        most = most_workspace(self.card, func, args, outputs)
-        if most:
-            made = sum(tensor.numel() * tensor.element_size() for tensor in outputs)
-            self._most_allocated = max(self._most_allocated, self.allocator.stats.allocated.current + made + most)
-        return moments_on_card(self.card, func, args, outputs)
-
-    @property
-    def unsure_bytes(self) -> int:
-        """By how much the peak would be higher if every convolution held the most that it may."""
-        return max(self._most_allocated - self.allocator.stats.allocated.peak, 0)
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on this card."""
+        return is_on_card(tensor)
 
     @property
     def peak_bytes(self) -> PeakBytes:

@@ -1,36 +1,37 @@
 """What CPU kernels do to memory that the shape rules of fake tensors do not show.
 
 Copies that live only inside an operator are part of the peak all the same: in a conv net, in a recurrent one, in
-whatever multiplies 16-bit matrices. Those that oneDNN makes are asked of the kernel (`asked_kernels`); those of a few
+whatever multiplies 16-bit matrices. Those that oneDNN makes are asked of the kernel (`cpu_workspaces`); those of a few
 others are given here, read off torch 2.13.0's source.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from batchwright.simulated.operators.cuda_kernels import Moment, around
+from batchwright.device.kernels import Moment, around
 from batchwright.trace.cpu_workspaces import allocations_of, can_be_asked, held_while_running, never_freed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from batchwright.device.kernels import Arguments
 
 
-# What oneDNN's LSTM layer on a CPU returns, where torch's rules for fake tensors say something else.
-#
-# The workspace that it keeps for its backward is the largest thing the layer keeps, and the fake rule gives it no
-# bytes.
-# Its size is asked of the kernel itself at two short lengths, at the real batch and widths: it grows in proportion to
-# the
-# length, up to rounding to pages.
-#
+# What oneDNN's LSTM layer returns, where torch's rules for fake tensors say something else. The workspace that it keeps
+# for its backward is the largest thing it keeps, and the fake rule gives it no bytes: its size is asked of the kernel
+# at two short lengths, at the real batch and widths, and grows in proportion to the length, up to rounding to pages.
 # The gradients of a bf16 layer are fp32, and those of a bias have a bias's shape; the fake rule of torch 2.10 has both
-# otherwise, that of 2.13 has them right. So types and shapes are asked of the kernel too, on one sample of length one.
+# otherwise, that of 2.13 has them right. So types and shapes are asked too, on one sample of length one.
 
 _LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 _LAYER_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
@@ -106,43 +107,62 @@ def _gradients(signature: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[tu
 
 _aten = torch.ops.aten
 _Rule = Callable[[Sequence[Any], list[Moment]], list[Moment]]
+_NOTHING = nullcontext()
 
 
-def moments_of(
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    outputs: Sequence[torch.Tensor],
-    kwargs: Mapping[str, Any] | None = None,
-) -> list[Moment]:
-    """What happens inside an operator, in order: each of its outputs once, and the copies around them."""
-    if can_be_asked(func, args):
-        return _with_outputs(allocations_of(func, args, kwargs), outputs)
-    made = [Moment(output=tensor) for tensor in outputs]
-    if func in _IN_SPREADING:
-        node: Any = torch._C._current_autograd_node()
-        if node is not None and node.name() in _SPREADS:
-            return _spreading(func, args, made, node._input_metadata[0].dtype)
-    held = held_while_running(func, args)
-    if held:
-        return around(list(held), made)
-    rule = _RULES.get(func)
-    if rule is not None and made and any(isinstance(arg, torch.Tensor) and arg.device.type == "cpu" for arg in args):
-        return rule(args, made)
-    if torch.Tag.pointwise in getattr(func, "tags", ()) and made:
-        return around(_copies_in_common_type(func, args, outputs[0]), made)
-    return made
+class CpuKernels:
+    """How the host runs operators."""
+
+    def following(self) -> AbstractContextManager[Any]:
+        """Need nothing."""
+        return _NOTHING
+
+    def take_arguments(
+        self, _: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], __: FakeTensorMode
+    ) -> Arguments:
+        """Take arguments as they are."""
+        return args, kwargs
+
+    def library_bytes(self, _: Callable[..., Any], __: str) -> int:
+        """Keep nothing: what a CPU library holds is asked of its kernels."""
+        return 0
+
+    def shape_rule(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return our rule for an operator's results, or torch's own."""
+        return _SHAPE_RULES.get(func, func)
+
+    def moments_of(
+        self, func: Callable[..., Any], args: Sequence[Any], outputs: Sequence[torch.Tensor], kwargs: Mapping[str, Any]
+    ) -> list[Moment]:
+        """Return what happens inside an operator, in order: each of its outputs once, and the copies around them."""
+        if can_be_asked(func, args):
+            return _with_outputs(allocations_of(func, args, kwargs), outputs)
+        moments = [Moment(output=tensor) for tensor in outputs]
+        if func in _IN_SPREADING:
+            node: Any = torch._C._current_autograd_node()
+            if node is not None and node.name() in _SPREADS:
+                return _spreading(func, args, moments, node._input_metadata[0].dtype)
+        held = held_while_running(func, args)
+        if held:
+            return around(list(held), moments)
+        rule = _RULES.get(func)
+        if rule is not None and moments and any(isinstance(a, torch.Tensor) and a.device.type == "cpu" for a in args):
+            return rule(args, moments)
+        if torch.Tag.pointwise in getattr(func, "tags", ()) and moments:
+            return around(_copies_in_common_type(func, args, outputs[0]), moments)
+        return moments
 
 
-def _spreading(func: Any, args: Sequence[Any], made: list[Moment], dtype: torch.dtype) -> list[Moment]:
+def _spreading(func: Any, args: Sequence[Any], outputs: list[Moment], dtype: torch.dtype) -> list[Moment]:
     """The gradient of one largest element, as FunctionsManual.cpp has it for the CPU without a dispatch mode.
 
     There it is made before equal elements are counted, and filled by one mask; under a mode there are three masks, and
     one of them is multiplied.
     """
     if func is _aten.mul.Tensor:
-        return made
+        return outputs
     masks = 2 * _num_bytes(args[0])
-    return around([_num_bytes(args[0], torch.int64) + max(0, _num_bytes(args[0], dtype) - masks)], made)
+    return around([_num_bytes(args[0], torch.int64) + max(0, _num_bytes(args[0], dtype) - masks)], outputs)
 
 
 def _copies_in_common_type(func: Any, args: Sequence[Any], result: torch.Tensor) -> list[int]:
@@ -167,57 +187,57 @@ def _num_bytes(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
     return tensor.numel() * (dtype or tensor.dtype).itemsize
 
 
-def _batch_norm_backward(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+def _batch_norm_backward(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
     """The CPU kernel normalises the input once more before it forms the gradient."""
     if not args[0].is_floating_point() or args[0].dim() < 3:
-        return made
+        return outputs
     normalised = _num_bytes(args[1])
-    return [Moment(normalised), *made[:1], Moment(-normalised), *made[1:]]
+    return [Moment(normalised), *outputs[:1], Moment(-normalised), *outputs[1:]]
 
 
-def _masked_select(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+def _masked_select(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
     """The mask as whole numbers, and their running sums (TensorAdvancedIndexing.cpp)."""
     numbers = torch.broadcast_shapes(args[0].shape, args[1].shape).numel() * torch.int64.itemsize
-    return around([numbers, numbers], made)
+    return around([numbers, numbers], outputs)
 
 
-def _masked_scatter_backward(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+def _masked_scatter_backward(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
     """The same for the mask alone, before there is anything else; then what it selects."""
     numbers = _num_bytes(args[0], torch.int64)
-    return [Moment(numbers), Moment(-numbers), *around([_num_bytes(args[0])], made)]
+    return [Moment(numbers), Moment(-numbers), *around([_num_bytes(args[0])], outputs)]
 
 
-def _reduction(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+def _reduction(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
     """What is summed up in another type (a mask is counted in whole numbers) is first copied in that."""
-    result = made[0].output
+    result = outputs[0].output
     assert result is not None
     copied = 0 if args[0].dtype == result.dtype else _num_bytes(args[0], result.dtype)
-    return [Moment(copied), *made, Moment(-copied)]
+    return [Moment(copied), *outputs, Moment(-copied)]
 
 
-def _contiguous(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+def _contiguous(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
     copied = 0 if args[0].is_contiguous() else _num_bytes(args[0])
-    return [Moment(copied), *made, Moment(-copied)]
+    return [Moment(copied), *outputs, Moment(-copied)]
 
 
-def _bags(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+def _bags(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
     """Which bag each index is in, once more while it is summed up; sums have a way without (EmbeddingBag.cpp)."""
     is_sum = len(args) <= 4 or args[4] == 0
-    return made if is_sum else [made[0], *around([_num_bytes(args[1])], made[1:2]), *made[2:]]
+    return outputs if is_sum else [outputs[0], *around([_num_bytes(args[1])], outputs[1:2]), *outputs[2:]]
 
 
-def _bags_backward(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+def _bags_backward(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
     """Indices in order, where each was, and which bag it is in (EmbeddingBag.cpp); a maximum needs none of them."""
     is_max = args[8] == 2
     indices = _num_bytes(args[1])
-    return made if is_max else around([indices] * (3 if args[3].numel() else 4), made)
+    return outputs if is_max else around([indices] * (3 if args[3].numel() else 4), outputs)
 
 
 def _likes_of(*, first: int = 0, copies: int) -> _Rule:
     """So many copies of the first argument that is full size, held beside the outputs."""
 
-    def rule(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
-        return around([_num_bytes(args[first])] * copies, made)
+    def rule(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
+        return around([_num_bytes(args[first])] * copies, outputs)
 
     return rule
 
@@ -225,30 +245,30 @@ def _likes_of(*, first: int = 0, copies: int) -> _Rule:
 def _reduced(*, copies: int) -> _Rule:
     """Losses of single elements, before they are reduced (Loss.cpp)."""
 
-    def rule(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
-        result = made[0].output
+    def rule(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
+        result = outputs[0].output
         assert result is not None
         is_reduced = result.numel() < args[0].numel()
-        return around([_num_bytes(args[0])] * copies, made) if is_reduced else made
+        return around([_num_bytes(args[0])] * copies, outputs) if is_reduced else outputs
 
     return rule
 
 
-def _kth_value(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+def _kth_value(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
     """A copy to be put in order, and where each was (Sorting.cpp)."""
-    return around([_num_bytes(args[0]), _num_bytes(args[0], torch.int64)], made)
+    return around([_num_bytes(args[0]), _num_bytes(args[0], torch.int64)], outputs)
 
 
-def _loss_of_logits(args: Sequence[Any], made: list[Moment]) -> list[Moment]:
+def _loss_of_logits(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
     """log_sigmoid and its buffer, the weight of positives, and the losses before they are summed up (Loss.cpp)."""
     num_bytes = args[0].numel() * args[0].element_size()
     is_weighted = len(args) > 3 and args[3] is not None
-    is_summed = made[0].output is not None and made[0].output.numel() < args[0].numel()
+    is_summed = outputs[0].output is not None and outputs[0].output.numel() < args[0].numel()
     weighing = [Moment(num_bytes), Moment(-num_bytes)] if is_weighted else []
     losses = [Moment(num_bytes)] if is_summed else []
     return [
         *(Moment(num_bytes), Moment(num_bytes), Moment(-num_bytes)),
-        *(*weighing, *losses, *made),
+        *(*weighing, *losses, *outputs),
         *(Moment(-moment.num_bytes) for moment in losses),
         Moment(-num_bytes),
     ]
@@ -322,7 +342,7 @@ _MASK = {_aten.where.self: 0, _aten.masked_fill.Scalar: 1, _aten.masked_fill_.Sc
 _RULES: dict[Any, _Rule] = {
     **dict.fromkeys(_SUMS, _reduction),
     _aten.native_batch_norm_backward.default: _batch_norm_backward,
-    _aten.binary_cross_entropy_with_logits.default: lambda args, made: _loss_of_logits(args, made),
+    _aten.binary_cross_entropy_with_logits.default: _loss_of_logits,
     _aten.masked_select.default: _masked_select,
     _aten.masked_scatter_backward.default: _masked_scatter_backward,
     # The table of paths from behind, as large as that from the front (LossCTC.cpp).
@@ -340,7 +360,7 @@ _RULES: dict[Any, _Rule] = {
 }
 # Operators whose shapes we give ourselves, because the fake rule is missing, refuses what the CPU runs, or has the
 # result in a storage of another size.
-SHAPE_RULES: dict[Any, Callable[..., Any]] = {
+_SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     _aten._grouped_mm.default: _grouped_mm,
     _aten.mkldnn_rnn_layer.default: layer_with_workspace,
     _aten.mkldnn_rnn_layer_backward.default: gradients_of_layer,

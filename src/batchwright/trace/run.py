@@ -28,9 +28,11 @@ from batchwright.simulated.torch_patches.redirected_calls import (
     modules_move_in_place,
 )
 from batchwright.state.untouched import current_keep, untouched
+from batchwright.trace.cpu_kernels import CpuKernels
 from batchwright.trace.fake_model import FakeParts, build_skeleton
 from batchwright.trace.host_batches import HostBatches, make_real_batch, users_line
 from batchwright.trace.refusals import TORCHS_OWN, NotFollowedError, place_in_torch, values_stay_inside
+from batchwright.trace.storages import HostMemory
 from batchwright.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -85,7 +87,8 @@ def trace_workload(
                 steps,
                 accumulation,
                 clip_norm,
-                Trace(routing=routing),
+                Trace(CpuKernels(), HostMemory(), routing=routing),
+                is_card=False,
             )
     with (
         untouched(workload, is_traced=True),
@@ -95,10 +98,20 @@ def trace_workload(
     ):
         spread = workload if devices > 1 else replace(workload, wrap=None)
         traced = _trace_on(
-            device, spread, micro_batch, shape, steps, accumulation, clip_norm, Trace(routing=routing, card=card)
+            device,
+            spread,
+            micro_batch,
+            shape,
+            steps,
+            accumulation,
+            clip_norm,
+            Trace(card.kernels, card, routing=routing),
+            is_card=True,
         )
     events = tuple(card.requests.events)
-    return replace(traced, peaks=card.peak_bytes, context=card.context, unsure_bytes=card.unsure_bytes, requests=events)
+    return replace(
+        traced, peaks=card.peak_bytes, context=card.context, unsure_bytes=card.kernels.unsure_bytes, requests=events
+    )
 
 
 def _trace_on(
@@ -110,14 +123,16 @@ def _trace_on(
     accumulation: int,
     clip_norm: float | None,
     trace: Trace,
+    *,
+    is_card: bool,
 ) -> Traced:
-    with RedirectedCalls(torch.device("meta")) if trace.card is not None else nullcontext():
-        skeleton, notes = build_skeleton(workload, is_card=trace.card is not None)
+    with RedirectedCalls(torch.device("meta")) if is_card else nullcontext():
+        skeleton, notes = build_skeleton(workload, is_card=is_card)
     mode = trace.storages.mode = FakeTensorMode(allow_non_fake_inputs=True)
     keep, fakes = current_keep(workload), FakeParts(mode, device)
 
     wrapped: list[nn.Module] = []
-    if trace.card is not None and workload.wrap is not None:
+    if is_card and workload.wrap is not None:
         # Before anything is counted: what is sharded is never whole on a card where it was built on meta.
         patches = applied(values_stay_inside(), compiled_as_eager(trace.notes.setdefault))
         with patches, mode, RedirectedCalls(device), _explaining("wrap"):
@@ -152,7 +167,7 @@ def _trace_on(
         stack.enter_context(applied(values_stay_inside(trace.values.real), modules_move_in_place()))
         stack.enter_context(mode)
         stack.enter_context(trace)
-        if trace.card is not None:
+        if is_card:
             stack.enter_context(RedirectedCalls(device))
             stack.enter_context(applied(compiled_as_eager(trace.notes.setdefault)))
         else:

@@ -1,4 +1,12 @@
-"""The storages of a traced run: born, resized, dead; each in the log, and on the simulated card where there is one."""
+"""The storages of a traced run: born, resized, dead; each in a log, and taken from the memory that is traced.
+
+Promises:
+- nothing is summed while tracing; the peak and its parts are read off the log afterwards, when it is known what each
+  block turned out to be;
+- the same log can be replayed with some blocks made smaller, which is how sharding is asked about;
+- a block belongs to the module that is running: in forward by its call, in backward by the number of the node that a
+  forward left behind.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +18,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from batchwright.simulated.torch_patches.backend import is_on_card
 from batchwright.simulated.torch_patches.patches import Patch
 from batchwright.trace.refusals import local_part, storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from batchwright.simulated.card import SimulatedCard
-
-
-# What a trace yields: blocks of memory with their birth and death, in the order things happened.
-#
-# Promises:
-# - nothing is summed while tracing; the peak and its parts are read off the log afterwards, when it is known what
-#   each block turned out to be;
-# - the same log can be replayed with some blocks made smaller, which is how sharding is asked about.
+    from batchwright.device.kernels import Owner, TracedMemory
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +39,7 @@ class Block:
     part: str | None = None
     is_recomputed: bool = False
     died_in: str | None = None
-    # What the allocator of a simulated card handed out for it.
+    # What the memory handed out for it.
     handle: Any = None
 
 
@@ -108,7 +107,7 @@ def alive_at(log: Log, position: int) -> dict[Block, int]:
 
 def peaks_of_phases(log: Log) -> list[tuple[str, int]]:
     """The largest memory held during each phase, in the order they ran."""
-    found: list[tuple[str, int]] = []
+    peaks: list[tuple[str, int]] = []
     now = 0
     ends = [start for _, start in log.phases[1:]] + [len(log.changes)]
     for (phase, start), end in zip(log.phases, ends, strict=True):
@@ -116,11 +115,8 @@ def peaks_of_phases(log: Log) -> list[tuple[str, int]]:
         for _, change in log.changes[start:end]:
             now += change
             highest = max(highest, now)
-        found.append((phase, highest))
-    return found
-
-
-# Which module is running: in forward by its call, in backward by the number of the node that a forward left behind.
+        peaks.append((phase, highest))
+    return peaks
 
 
 class RunningModules:
@@ -129,7 +125,7 @@ class RunningModules:
     def __init__(self) -> None:
         self._stack: list[str] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        # Which module ran when an autograd node was made, so that its backward can be laid at the same door.
+        # Which module ran when an autograd node was made, so that its backward is attributed to the same module.
         self._of_node: dict[int, str] = {}
 
     def learn(self, model: nn.Module) -> None:
@@ -173,6 +169,20 @@ class RunningModules:
         return self._of_node.get(node._sequence_nr(), "") if node is not None else ""
 
 
+class HostMemory:
+    """The host as the memory that is traced: every tensor counts, and no allocator stands in between."""
+
+    def holds(self, _: torch.Tensor) -> bool:
+        """Say yes: on the host a trace follows whatever the step makes."""
+        return True
+
+    def malloc(self, _: int, __: Owner) -> None:
+        """Take nothing: what is alive is in the log."""
+
+    def free(self, _: None) -> None:
+        """Give nothing back."""
+
+
 class FollowedStorages:
     """Knows which block every living storage is."""
 
@@ -180,14 +190,14 @@ class FollowedStorages:
         self,
         log: Log,
         modules: RunningModules,
-        card: SimulatedCard | None,
+        memory: TracedMemory,
         note: Callable[[str], None],
         forget: Callable[[int], None],
     ) -> None:
         self.log = log
         self.mode: Any = None
         """The mode of the run's own fake tensors."""
-        self._modules, self._card, self._note, self._forget = modules, card, note, forget
+        self._modules, self._memory, self._note, self._forget = modules, memory, note, forget
         self._alive: dict[int, Block] = {}
         # Not weakref.finalize: its registry is the process's, and would hold the trace as long as any storage lives,
         # while the trace holds the storages.
@@ -203,8 +213,8 @@ class FollowedStorages:
             return False  # somebody else's thought: sharded tensors find out their shapes on fake ones of full size
         storage = storage_of(tensor, operator)
         key, num_bytes = storage._cdata, storage.nbytes()
-        if self._card is not None and not is_on_card(local_part(tensor)):
-            # The host's memory is another question; but its values may be known, and must be forgotten in time.
+        if not self._memory.holds(local_part(tensor)):
+            # Another memory is another question; but a tensor's values may be known, and must be forgotten in time.
             self._await_death(storage, key)
             return False
         block = self._alive.get(key)
@@ -231,43 +241,46 @@ class FollowedStorages:
             return
         self.log.changes.append((block, num_bytes - block.num_bytes))
         block.num_bytes = num_bytes
-        if self._card is not None:
-            owner = (operator, block.module, self.log.phase)
-            before, block.handle = block.handle, self._card.malloc(num_bytes, owner)
-            self._card.free(before)
+        before, block.handle = block.handle, self._memory.malloc(num_bytes, (operator, block.module, self.log.phase))
+        self._memory.free(before)
 
     def seeing_resizes(self) -> Iterator[Patch]:
         """Storages are resized past every dispatcher: so FSDP2 lets go of gathered weights, and takes them again."""
         resize: Any = torch.UntypedStorage.resize_
 
         def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
-            found = resize(storage, size)
+            resized = resize(storage, size)
             block = self._alive.get(storage._cdata)
             if block is not None:
                 self._resized(block, storage.nbytes(), "resize_")
-            return found
+            return resized
 
         yield Patch(torch.UntypedStorage, "resize_", resize_and_note)
 
     def born(self, num_bytes: int, operator: str, *, part: str | None = None, shape: tuple[int, ...] = ()) -> Block:
-        """Note a block, and take it from the card."""
+        """Note a block, and take its memory."""
         phase = self.log.phase
         in_backward = phase == "backward"
         module = self._modules.now(in_backward=in_backward)
         block = Block(
             num_bytes, phase, module, operator, shape, part, is_recomputed=in_backward and self._modules.are_running
         )
-        if self._card is not None:
-            block.handle = self._card.malloc(num_bytes, (operator, module, phase))
+        block.handle = self._memory.malloc(num_bytes, (operator, module, phase))
         self.log.changes.append((block, num_bytes))
         return block
 
+    def note_library(self, num_bytes: int) -> None:
+        """Note what a library takes for itself, if it takes anything, and never gives back."""
+        if num_bytes:
+            block = Block(num_bytes, self.log.phase, "", "cuBLAS", part="workspaces")
+            block.handle = self._memory.malloc(num_bytes, ("cuBLAS workspace", "", self.log.phase))
+            self.log.changes.append((block, num_bytes))
+
     def died(self, block: Block) -> None:
-        """Note a block's end, and give it back to the card."""
+        """Note a block's end, and give its memory back."""
         block.died_in = self.log.phase
         self.log.changes.append((block, -block.num_bytes))
-        if self._card is not None:
-            self._card.free(block.handle)
+        self._memory.free(block.handle)
 
     def _storage_died(self, key: int) -> None:
         self._deaths.pop(key, None)

@@ -7,7 +7,12 @@ Promises:
 - no tensor of the run has real memory, except tiny ones whose values are known, and the few samples on which a
   convolution or LSTM is asked what it allocates;
 - the user's objects are not changed;
-- what cannot be followed ends in an error that names the operator and the user's line, never in a wrong number.
+- what cannot be followed ends in an error that names the operator and the user's line, never in a wrong number;
+- which device is traced is the business of the `Kernels` and the `TracedMemory` handed in, and not asked here;
+- an addition counts as the autograd engine's only if the engine itself called it, and the node that is running hands a
+  gradient to a place that receives several. Whether anybody else holds the first gradient is asked of its reference
+  counts, compared with those of one that is known to be alone: counted once in each process, so no number here depends
+  on the version of torch or Python.
 """
 
 from __future__ import annotations
@@ -28,46 +33,30 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from batchwright.device.step import needs_closure
 from batchwright.errors import CannotTraceError
-from batchwright.simulated.operators.cuda_kernels import LAYOUT_RULES
 from batchwright.simulated.ranks import on_shards
-from batchwright.simulated.torch_patches.backend import card_device
 from batchwright.simulated.torch_patches.patches import applied
 from batchwright.trace import values as value_shapes
-from batchwright.trace.cpu_kernels import SHAPE_RULES, moments_of
 from batchwright.trace.host_batches import OutsideTensors, part_of_outside, users_line
 from batchwright.trace.refusals import shapes_from
 from batchwright.trace.storages import Block, FollowedStorages, Log, RunningModules
 from batchwright.trace.values import KnownValues, Routing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from types import FrameType
-
-    Place = tuple[int, int]
-    """One input of one autograd node: the node's number, and which of its inputs."""
-    from types import TracebackType
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from types import FrameType, TracebackType
 
     from torch import nn
 
-    from batchwright.simulated.card import SimulatedCard
-    from batchwright.simulated.operators.cuda_kernels import Moment
+    from batchwright.device.kernels import Kernels, Moment, TracedMemory
+
+    Place = tuple[int, int]
+    """One input of one autograd node: the node's number, and which of its inputs."""
 
 
-# Which additions of a backward are the autograd engine's own, and which of those a real run makes in place.
-#
-# Where gradients of one tensor meet, the engine adds them up. In a real run it adds into the gradient that came first
-# if
-# nobody else holds it (torch's input_buffer.cpp); under a dispatch mode, which it takes for a tensor subclass, it
-# always
-# makes a new one. A trace that took the latter for the truth would be too high by one gradient.
-#
-# Promises:
-# - an addition counts as the engine's only if the engine itself called it, and the node that is running hands a
-#   gradient
-#   to a place that receives several;
-# - whether the first gradient is held by anybody else is asked of its reference counts, compared with those of one
-#   that
-#   is known to be alone: counted once in each process, so no number here depends on the version of torch or Python.
+# Which additions of a backward are the autograd engine's own. Where gradients of one tensor meet, the engine adds them
+# up: in a real run into the gradient that came first if nobody else holds it (torch's input_buffer.cpp); under a
+# dispatch mode, which it takes for a tensor subclass, always into a new one. A trace that took the latter for the truth
+# would be too high by one gradient.
 
 ADD = torch.ops.aten.add.Tensor
 _ENGINE: Any = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
@@ -229,7 +218,6 @@ _UNSEEN_INSIDE = (
 
 
 _DEVICE = torch.ops.prim.device.default
-_COPY = torch.ops.aten._to_copy.default
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _IN_PLACE_ADD = torch.ops.aten.add_.Tensor
 _aten = torch.ops.aten
@@ -251,19 +239,12 @@ _INTO_ITS_OWN: dict[str, dict[Any, Callable[..., Any]]] = {
 }
 
 
-@cache
-def _changes_a_list(func: Any) -> bool:
-    """Whether an operator updates a list of tensors in place: it makes nothing, and asking it takes its time."""
-    name: str = func._schema.name
-    return name.startswith("aten::_foreach_") and name.endswith("_")
-
-
 class Trace(TorchDispatchMode):
     """The mode that sees every operator and keeps the log."""
 
-    def __init__(self, *, routing: str = "balanced", card: SimulatedCard | None = None) -> None:
+    def __init__(self, kernels: Kernels, memory: TracedMemory, *, routing: str = "balanced") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.card = card
+        self._kernels = kernels
         self.log = Log()
         self.notes: dict[str, None] = {}
         self.values = KnownValues()
@@ -272,7 +253,7 @@ class Trace(TorchDispatchMode):
         # Whether an operator ran whose own memory is not seen: then the peak is a lower bound.
         self.hides_memory = False
         self._modules = RunningModules()
-        self.storages = FollowedStorages(self.log, self._modules, card, self._note, self._forget)
+        self.storages = FollowedStorages(self.log, self._modules, memory, self._note, self._forget)
         self._owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._hooks = ExitStack()
         self._outside = OutsideTensors()
@@ -346,25 +327,13 @@ class Trace(TorchDispatchMode):
         if any(kind.__name__ == "DTensor" for kind in types):
             # One sharded over ranks works on its own shard, and that comes by here again.
             return on_shards(func, args, kwargs or {}, self.__torch_dispatch__)
-        if self.card is None:
-            return self._run(func, args, kwargs or {}, counts)
-        kwargs = kwargs or {}
-        # Whatever asks a tensor for its device from here on must hear the truth, not that it is on a GPU.
-        with torch._C.DisableTorchFunction():
-            if func is _COPY:
-                # A real tensor is taken for a fake one of its kind. Fake ones compute with small constants for real,
-                # and on the card there is nothing to compute with.
-                given = args[0] if isinstance(args[0], FakeTensor) else self.storages.mode.from_tensor(args[0])
-                given.constant = None
-                args = (given, *args[1:])
-            # A device that was not named in a call of torch's but handed on inside of one.
-            args = tuple(card_device(value) for value in args)
-            kwargs = {name: card_device(value) for name, value in kwargs.items()}
-            self._library_takes(self.card.workspaces_for(func, self.log.phase))
-            return self._run(func, args, kwargs, counts)
+        with self._kernels.following():
+            args, arguments = self._kernels.take_arguments(func, args, kwargs or {}, self.storages.mode)
+            self.storages.note_library(self._kernels.library_bytes(func, self.log.phase))
+            return self._run(func, args, arguments, counts)
 
     def _run(
-        self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], counts: tuple[int, ...] | None = None
+        self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], counts: tuple[int, ...] | None = None
     ) -> Any:
         if func is _READ_SCALAR:
             return self._read_scalar(func, args[0])
@@ -377,18 +346,17 @@ class Trace(TorchDispatchMode):
         outputs = value_shapes.answer(self.values, func, args, kwargs, self._note)
         if outputs is None:
             outputs = self.routing.answer(func, args)
-        if outputs is None and not (self.card is not None and _changes_a_list(func)):
-            rule = (SHAPE_RULES if self.card is None else LAYOUT_RULES).get(func, func)
+        rule = None if outputs is not None else self._kernels.shape_rule(func)
+        if rule is not None:
             outputs = shapes_from(rule, func, args, kwargs)
         operator = str(func).removesuffix(".default")
         if operator.startswith(_UNSEEN_INSIDE):
             self.hides_memory = True
             self._note(f"what {operator} holds while it runs is not seen: the peak may be higher")
-        made = [tensor for tensor in tree_iter(outputs) if isinstance(tensor, torch.Tensor)]
-        moments = self.card.moments_of(func, args, made) if self.card else moments_of(func, args, made, kwargs)
-        self._see_made(moments, operator)
+        tensors = [tensor for tensor in tree_iter(outputs) if isinstance(tensor, torch.Tensor)]
+        self._see_moments(self._kernels.moments_of(func, args, tensors, kwargs), operator)
         if self.log.phase == "backward":
-            self._engine_adds.note(made)
+            self._engine_adds.note(tensors)
         self.values.follow(func, args, kwargs, outputs)
         self.routing.follow(func, args, outputs)
         return outputs
@@ -411,7 +379,7 @@ class Trace(TorchDispatchMode):
         block = self.storages.block_of(args[0])
         return in_place if block is not None and "zeros" in block.operator else func
 
-    def _see_made(self, moments: list[Moment], operator: str) -> None:
+    def _see_moments(self, moments: list[Moment], operator: str) -> None:
         """Note the outputs of an operator, and the kernel's own copies around them."""
         copies: dict[int, list[Block]] = {}
         for num_bytes, output in moments:
@@ -425,11 +393,6 @@ class Trace(TorchDispatchMode):
                 copies.setdefault(num_bytes, []).append(self.storages.born(num_bytes, operator, part="workspaces"))
             elif num_bytes < 0 and copies.get(-num_bytes):
                 self.storages.died(copies[-num_bytes].pop())
-
-    def _library_takes(self, num_bytes: int) -> None:
-        if num_bytes:
-            block = Block(num_bytes, self.log.phase, "", "cuBLAS", (), "workspaces")
-            self.log.changes.append((block, num_bytes))
 
     def _note(self, text: str) -> None:
         self.notes[text] = None

@@ -288,7 +288,7 @@ LONGEST_TARGETS = "the lengths of the CTC loss's targets are not known: each was
 
 
 def answer(
-    values: KnownValues, func: Any, args: Sequence[Any], kwargs: dict[str, Any], note: Callable[[str], None]
+    values: KnownValues, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], note: Callable[[str], None]
 ) -> Any:
     """Answer an operator by the values it reads; None where it needs no such answer, or none can be given."""
     if func in _ANSWERS_A_TRUTH:

@@ -15,11 +15,8 @@ from batchwright.user_files import replace_file
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from batchwright.device.kernels import Owner
     from batchwright.simulated.allocator.caching_allocator import CachingAllocator
-
-
-Owner = tuple[str, str, str]
-"""Operator, module and phase."""
 
 
 class History:
