@@ -27,6 +27,7 @@ import torch
 from gpu_cases.case import Case, all_cases, is_calibration
 
 from batchwright.catalogue.cards import find_card
+from batchwright.device.step import DEFAULT_STEPS, StepSettings
 from batchwright.memory.on_card import upper_on_card
 from batchwright.simulated.card import SimulatedCard
 from batchwright.trace.run import trace_workload
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 GIB = 2**30
-STEP = ("accumulation", "clip_norm", "steps")
 COVERAGE = {"A": 0.6, "B": 0.4}
 BARS = {"allocated": (0.015, 0.05), "reserved": (0.03, 0.08), "device": (0.03, 0.08)}
 
@@ -45,17 +45,18 @@ def predict(case: Case) -> dict[str, Any]:
     assert case.build is not None
     start = time.process_time()
     card = SimulatedCard(find_card(case.card))
-    told = {name: case.options[name] for name in STEP if name in case.options}
     # A third micro-batch of a step finds what the second found.
-    told["accumulation"] = min(told.get("accumulation", 1), 2)
+    accumulation = min(case.options.get("accumulation", 1), 2)
+    settings = StepSettings(case.shape, accumulation, case.options.get("clip_norm"))
+    steps = case.options.get("steps", DEFAULT_STEPS)
     torch.backends.cudnn.benchmark = bool(case.options.get("cudnn_benchmark", False))
     ran_out = False
     try:
-        trace_workload(case.build(), case.micro_batch, shape=case.shape, card=card, **told)
+        trace_workload(case.build(), case.micro_batch, settings, steps=steps, card=card)
     except torch.OutOfMemoryError:
         ran_out = True
         card = SimulatedCard(find_card(case.card), is_roomy=True)
-        trace_workload(case.build(), case.micro_batch, shape=case.shape, card=card, **told)
+        trace_workload(case.build(), case.micro_batch, settings, steps=steps, card=card)
     peaks, context = card.peak_bytes, card.context
     upper = upper_on_card(peaks, context, card.kernels.unsure_bytes)
     assert peaks.allocated is not None

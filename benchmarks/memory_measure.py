@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
-from batchwright.device.step import run_probe
+from batchwright.device.step import StepSettings, run_probe
 from batchwright.state.untouched import thrown_away, untouched
 from batchwright.trace.fake_model import FakeParts, build_skeleton
 from batchwright.trace.run import trace_workload
@@ -60,9 +60,13 @@ class StepsClock:
             self.seconds = time.process_time() - self._start
 
 
+def _settings(case: Case) -> StepSettings:
+    return StepSettings(accumulation=case.accumulation, clip_norm=case.clip_norm)
+
+
 def predict(case: Case) -> tuple[int, float]:
     start = time.process_time()
-    traced = trace_workload(case.workload, case.micro_batch, accumulation=case.accumulation, clip_norm=case.clip_norm)
+    traced = trace_workload(case.workload, case.micro_batch, _settings(case))
     num_bytes = find_peak(traced.log).num_bytes
     return num_bytes, time.process_time() - start
 
@@ -75,9 +79,8 @@ def run(case: Case) -> float:
         run_probe(
             case.workload,
             case.micro_batch,
+            _settings(case),
             device=CPU,
-            accumulation=case.accumulation,
-            clip_norm=case.clip_norm,
             observer=clock,
         )
     gc.collect()
@@ -126,9 +129,8 @@ def mem_tracker_peak(case: Case) -> int:
         run_probe(
             case.workload,
             case.micro_batch,
+            _settings(case),
             device=CPU,
-            accumulation=case.accumulation,
-            clip_norm=case.clip_norm,
             build=lambda *_: model,
             observer=BetweenSteps(tracker),
         )

@@ -13,6 +13,7 @@ from torch import nn
 
 from batchwright.device.host import HostDevice, _cgroups
 from batchwright.device.out_of_memory import is_out_of_memory
+from batchwright.device.step import DEFAULT_STEPS, StepSettings
 from batchwright.errors import InvalidInputError
 from tests.device.workloads import make_linear, make_mlp, make_transformer, mean_square
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def peak_of(workload: Any, micro_batch: int, **options: Any) -> int:
-    outcome = HostDevice().probe(workload, micro_batch, **options)
+def peak_of(workload: Any, micro_batch: int, *, steps: int = DEFAULT_STEPS, **settings: Any) -> int:
+    outcome = HostDevice().probe(workload, micro_batch, StepSettings(**settings), steps=steps)
     assert outcome.verdict == "fits", outcome.traceback
     assert outcome.peak_bytes is not None
     assert outcome.peak_bytes.allocated is not None
@@ -30,7 +31,7 @@ def peak_of(workload: Any, micro_batch: int, **options: Any) -> int:
 
 class TestVerdicts:
     def test_fits(self) -> None:
-        outcome = HostDevice().probe(make_transformer(), 2, shape={"seq_len": 9}, accumulation=2)
+        outcome = HostDevice().probe(make_transformer(), 2, StepSettings({"seq_len": 9}, accumulation=2))
         assert outcome.fits
         assert outcome.shape == {"seq_len": 9}
         assert outcome.step_seconds is not None

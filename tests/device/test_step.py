@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import batchwright as bw
-from batchwright.device.step import PHASES, build_optimizers, evaluating, run_probe
+from batchwright.device.step import DEFAULT_STEPS, PHASES, StepSettings, build_optimizers, evaluating, run_probe
 from batchwright.errors import InvalidInputError
 from batchwright.state.untouched import thrown_away
 from batchwright.workload import Workload
@@ -41,9 +41,9 @@ class Heard:
         self.phases.append(name)
 
 
-def phases_of(workload: Any, **options: Any) -> list[str]:
+def phases_of(workload: Any, *, steps: int = DEFAULT_STEPS, accumulation: int = 1) -> list[str]:
     heard = Heard()
-    run_probe(workload, 4, device=CPU, observer=heard, **options)
+    run_probe(workload, 4, StepSettings(accumulation=accumulation), device=CPU, steps=steps, observer=heard)
     assert set(heard.phases) <= set(PHASES)
     return heard.phases
 
@@ -89,7 +89,9 @@ class TestWhatRuns:
             optimizer.step()
             optimizer.zero_grad()
 
-        run_probe(make_linear(model=model, batch=lambda n: data), 4, device=CPU, accumulation=3, clip_norm=0.01)
+        run_probe(
+            make_linear(model=model, batch=lambda n: data), 4, StepSettings(accumulation=3, clip_norm=0.01), device=CPU
+        )
 
         assert torch.equal(model.weight, twin.weight)
         assert model.weight.grad is None
@@ -101,7 +103,7 @@ class TestWhatRuns:
             asked.append((n, seq_len))
             return torch.ones(n, 8)
 
-        run_probe(make_linear(batch=batch), 5, device=CPU, shape={"seq_len": 7}, steps=1)
+        run_probe(make_linear(batch=batch), 5, StepSettings({"seq_len": 7}), device=CPU, steps=1)
         assert asked == [(5, 7)]
 
     def test_optimizer_receives_only_what_is_trained(self) -> None:
@@ -131,7 +133,7 @@ class TestWhatRuns:
     @pytest.mark.parametrize("clip_norm", [None, 0.5])
     def test_scaler_scales_steps_and_updates(self, clip_norm: float | None) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
-        run_probe(make_linear(scaler=lambda: scaler), 4, device=CPU, clip_norm=clip_norm)
+        run_probe(make_linear(scaler=lambda: scaler), 4, StepSettings(clip_norm=clip_norm), device=CPU)
         assert scaler.get_scale() == 16.0
 
     def test_gradients_are_unscaled_before_they_are_clipped(self) -> None:
@@ -139,11 +141,11 @@ class TestWhatRuns:
         model = nn.Linear(8, 1)
         twin = copy.deepcopy(model)
         data = torch.randn(4, 8)
-        run_probe(make_linear(model=twin, batch=lambda n: data), 4, device=CPU, clip_norm=1.0)
+        run_probe(make_linear(model=twin, batch=lambda n: data), 4, StepSettings(clip_norm=1.0), device=CPU)
         scaled = make_linear(
             model=model, batch=lambda n: data, scaler=lambda: torch.amp.GradScaler("cpu", init_scale=1024.0)
         )
-        run_probe(scaled, 4, device=CPU, clip_norm=1.0)
+        run_probe(scaled, 4, StepSettings(clip_norm=1.0), device=CPU)
         assert torch.allclose(model.weight, twin.weight)
 
     def test_nothing_of_a_step_lives_into_the_next(self) -> None:
@@ -158,7 +160,7 @@ class TestWhatRuns:
         def generate(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
             return mean_square(model, batch)
 
-        run_probe(make_linear(batch=batch, generate=generate), 4, device=CPU, accumulation=2)
+        run_probe(make_linear(batch=batch, generate=generate), 4, StepSettings(accumulation=2), device=CPU)
         run_probe(make_linear(batch=batch, optimizer=None, generate=generate), 4, device=CPU)
         assert len(made) == 5 + 4
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import batchwright as bw
 from batchwright.catalogue.cards import context_of, find_card
+from batchwright.device.step import StepSettings
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.simulated.card import SimulatedCard
 from batchwright.trace.run import trace_workload
@@ -37,10 +38,10 @@ def make_rows(**changes: Any) -> bw.Workload:
     return make_linear(**{**fields, **changes})
 
 
-def runs(workload: bw.Workload, micro_batch: int, total_bytes: int, **told: Any) -> bool:
+def runs(workload: bw.Workload, micro_batch: int, total_bytes: int, **settings: Any) -> bool:
     card = SimulatedCard(replace(find_card(CARD), total_bytes=total_bytes))
     try:
-        trace_workload(workload, micro_batch, card=card, **told)
+        trace_workload(workload, micro_batch, StepSettings(**settings), card=card)
     except torch.OutOfMemoryError:
         return False
     return True

@@ -10,6 +10,7 @@ from torch import nn
 
 import batchwright as bw
 from batchwright.catalogue.cards import find_card
+from batchwright.device.step import PLAIN_STEP
 from batchwright.memory.on_card import CardsAlike, OnCard
 from batchwright.simulated.allocator.settings import AllocatorSettings
 
@@ -41,7 +42,7 @@ def tagger(**changes: Any) -> bw.Workload:
 
 
 def on_card(workload: bw.Workload) -> OnCard:
-    return OnCard(workload, CARD, AllocatorSettings(), {})
+    return OnCard(workload, CARD, AllocatorSettings(), PLAIN_STEP)
 
 
 @pytest.mark.slow

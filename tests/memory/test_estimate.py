@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import batchwright as bw
+from batchwright.device.step import StepSettings
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import break_down, part_of
 from batchwright.memory.estimate_result import PARTS
@@ -32,8 +33,8 @@ def make_bigram(**changes: Any) -> bw.Workload:
     return make_transformer(**{"model": build, **changes})
 
 
-def traced_peak(workload: bw.Workload, micro_batch: int, **options: Any) -> int:
-    return break_down(trace_workload(workload, micro_batch, **options).log).peak_bytes
+def traced_peak(workload: bw.Workload, micro_batch: int, **settings: Any) -> int:
+    return break_down(trace_workload(workload, micro_batch, StepSettings(**settings)).log).peak_bytes
 
 
 class TestTheAnswer:

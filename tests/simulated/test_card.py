@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from batchwright.catalogue.cards import context_of, cublas_workspace_bytes, find_card
+from batchwright.device.step import PLAIN_STEP
 from batchwright.errors import CannotTraceError
 from batchwright.memory.on_card import OnCard
 from batchwright.simulated.allocator.settings import AllocatorSettings
@@ -368,7 +369,7 @@ def runs_on(card: Card, settings: AllocatorSettings, workload: Workload, micro_b
 @pytest.mark.parametrize("text", ["", "expandable_segments:True"])
 def test_what_was_traced_with_room_to_spare_tells_which_sizes_run_on_the_card_as_it_is(text: str) -> None:
     card, settings, workload = card_with(80), AllocatorSettings.parse(text), make_deep()
-    there = OnCard(workload, card, settings, {})
+    there = OnCard(workload, card, settings, PLAIN_STEP)
     largest = there.largest(there.traced, cap=2**16)
     sizes = [largest - 1, largest, largest + 1, largest + 64]
     told = [there.fits(there.traced(size)) for size in sizes]

@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from batchwright import Workload
+from batchwright.device.step import StepSettings
 from batchwright.errors import InvalidInputError
 from batchwright.trace.run import trace_workload
 from tests.trace.test_trace import FEW_BYTES, predicted, really
@@ -82,14 +83,16 @@ class TestExperts:
         assert predicted(workload, 512) == pytest.approx(really(workload, 512), abs=mask_bytes + FEW_BYTES)
 
     def test_worst_is_more_and_the_assumption_is_said(self) -> None:
-        balanced, worst = (trace_workload(make_experts(), 512, routing=kind) for kind in ("balanced", "worst"))
+        balanced, worst = (
+            trace_workload(make_experts(), 512, StepSettings(routing=kind)) for kind in ("balanced", "worst")
+        )
         assert predicted(make_experts(), 512, routing="worst") > predicted(make_experts(), 512)
         assert "evenly" in " ".join(balanced.notes)
         assert "one expert" in " ".join(worst.notes)
 
     def test_unknown_assumption_is_refused(self) -> None:
         with pytest.raises(InvalidInputError, match="balanced, worst"):
-            trace_workload(make_experts(), 8, routing="best")
+            trace_workload(make_experts(), 8, StepSettings(routing="best"))
 
 
 def generate(model: nn.Module, tokens: torch.Tensor, *, length: int = 12) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import batchwright as bw
+from batchwright.device.step import StepSettings
 from batchwright.errors import InvalidInputError
 from batchwright.memory.breakdown import break_down, part_of
 from batchwright.trace.run import trace_workload
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
 FEW_BYTES = 64
 
 
-def predicted(workload: Workload, micro_batch: int, **options: Any) -> int:
-    return break_down(trace_workload(workload, micro_batch, **options).log).peak_bytes
+def predicted(workload: Workload, micro_batch: int, **settings: Any) -> int:
+    return break_down(trace_workload(workload, micro_batch, StepSettings(**settings)).log).peak_bytes
 
 
-def really(workload: Workload, micro_batch: int, **options: Any) -> int:
-    return profiled_peak_bytes(lambda: run_probe(workload, micro_batch, device=torch.device("cpu"), **options))
+def really(workload: Workload, micro_batch: int, **settings: Any) -> int:
+    step = StepSettings(**settings)
+    return profiled_peak_bytes(lambda: run_probe(workload, micro_batch, step, device=torch.device("cpu")))
 
 
 def blocks_of(workload: Workload, micro_batch: int = 4, **options: Any) -> list[Block]:
@@ -313,7 +315,7 @@ class TestRouting:
         return make_linear(model=Experts, batch=lambda n: torch.randn(n, 64))
 
     def rows(self, routing: str) -> set[int]:
-        run = trace_workload(self.make(), 256, routing=routing)
+        run = trace_workload(self.make(), 256, StepSettings(routing=routing))
         assert [note for note in run.notes if note.startswith(f"routing {routing}")]
         blocks = {block for block, _ in run.log.changes}
         return {b.shape[0] for b in blocks if b.module.startswith("experts") and b.operator == "aten.addmm"}
@@ -332,7 +334,7 @@ class TestRouting:
 
     def test_another_word_is_refused(self) -> None:
         with pytest.raises(InvalidInputError, match="routing must be one of balanced, worst; received 'even'"):
-            trace_workload(make_linear(), 4, routing="even")
+            trace_workload(make_linear(), 4, StepSettings(routing="even"))
 
 
 def test_a_module_that_the_step_makes_can_be_moved_and_cast() -> None:

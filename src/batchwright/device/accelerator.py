@@ -22,7 +22,7 @@ from batchwright.device.step import ProbesWhatItWatches
 from batchwright.units import PeakBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class AcceleratorDevice(ProbesWhatItWatches):
         micro_batch: int,
         shape: Mapping[str, Any] | None = None,
         accumulation: int = 1,
+        held: Iterable[torch.Tensor] = (),
     ) -> Outcome:
         """Run anything on the card and say how it ended."""
 

@@ -14,12 +14,12 @@ import torch
 from batchwright.device.accelerator import AcceleratorDevice
 from batchwright.device.host import HostDevice, LimitedHost
 from batchwright.device.process_memory import can_limit
-from batchwright.device.step import DEFAULT_STEPS
+from batchwright.device.step import DEFAULT_STEPS, PLAIN_STEP, StepSettings
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from batchwright.device.outcome import Outcome
     from batchwright.workload import Workload
@@ -54,18 +54,12 @@ class Device(Protocol):
         micro_batch: int,
         shape: Mapping[str, Any] | None = None,
         accumulation: int = 1,
+        held: Iterable[torch.Tensor] = (),
     ) -> Outcome:
-        """Run anything and say how it ended."""
+        """Run anything and say how it ended; `held` are tensors that exist, for a device that counts tensors."""
 
     def probe(
-        self,
-        workload: Workload,
-        micro_batch: int,
-        *,
-        shape: Mapping[str, Any] | None = None,
-        steps: int = DEFAULT_STEPS,
-        accumulation: int = 1,
-        clip_norm: float | None = None,
+        self, workload: Workload, micro_batch: int, settings: StepSettings = PLAIN_STEP, *, steps: int = DEFAULT_STEPS
     ) -> Outcome:
         """Run full steps at one size and say how it went."""
 

@@ -31,8 +31,6 @@ from batchwright.units import PeakBytes, format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from batchwright.workload import Workload
-
 
 # Counts the bytes of the tensors that are alive, by following each storage from its birth to its death.
 #
@@ -208,10 +206,6 @@ class HostDevice(ProbesWhatItWatches):
             peak=lambda: PeakBytes(allocated=counter.peak_bytes),
         )
 
-    def _met_before(self, workload: Workload) -> dict[str, Any]:
-        model = workload.model
-        return {"held": [*model.parameters(), *model.buffers()]} if isinstance(model, nn.Module) else {}
-
 
 def _least(*amounts: int | None) -> int | None:
     known = [amount for amount in amounts if amount is not None]
@@ -315,6 +309,7 @@ class LimitedHost(ProbesWhatItWatches):
         micro_batch: int,
         shape: Mapping[str, Any] | None = None,
         accumulation: int = 1,
+        held: Iterable[torch.Tensor] = (),
     ) -> Outcome:
         """Run anything under the budget and say how it ended."""
         _import_the_rest()

@@ -8,7 +8,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from batchwright.state.untouched import current_keep, survivors, untouched
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from batchwright.device.outcome import Outcome
     from batchwright.workload import Workload
@@ -212,15 +212,30 @@ class Unobserved:
         """Do nothing."""
 
 
+@dataclass(frozen=True)
+class StepSettings:
+    """How a step is run, besides its micro-batch: what a question, its probes and its traces have in common."""
+
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    """What goes to the workload's `batch` besides the number of samples."""
+    accumulation: int = 1
+    clip_norm: float | None = None
+    routing: str = "balanced"
+    """How a trace takes experts to share tokens; a real step knows."""
+    devices: int = 1
+    """Ranks that a simulated card is one of; a real step runs on one."""
+
+
+PLAIN_STEP = StepSettings()
+
+
 def run_probe(
     workload: Workload,
     micro_batch: int,
+    settings: StepSettings = PLAIN_STEP,
     *,
     device: torch.device,
-    shape: Mapping[str, Any] | None = None,
     steps: int = DEFAULT_STEPS,
-    accumulation: int = 1,
-    clip_norm: float | None = None,
     observer: Observer | None = None,
     build: Callable[[Workload, torch.device], nn.Module] | None = None,
     now: Callable[[], float] = time.perf_counter,
@@ -235,18 +250,8 @@ def run_probe(
     watching.phase("build")
     model = (build or build_model)(workload, device)
     optimizers = build_optimizers(workload, model)
-    seconds = run_steps(
-        workload,
-        model,
-        optimizers,
-        micro_batch,
-        device=device,
-        shape=shape,
-        steps=steps,
-        accumulation=accumulation,
-        clip_norm=clip_norm,
-        observer=watching,
-        now=now,
+    seconds = _run_steps(
+        workload, model, optimizers, micro_batch, settings, device=device, steps=steps, observer=watching, now=now
     )
     watching.phase("done")
     return seconds
@@ -325,19 +330,17 @@ def _what_it_takes(optimizer: Callable[..., Any], model: nn.Module) -> Any:
     return named if name.startswith("named") else [parameter for _, parameter in named]
 
 
-def run_steps(
+def _run_steps(
     workload: Workload,
     model: nn.Module,
     optimizers: Sequence[Any],
     micro_batch: int,
+    settings: StepSettings,
     *,
     device: torch.device,
-    shape: Mapping[str, Any] | None = None,
-    steps: int = DEFAULT_STEPS,
-    accumulation: int = 1,
-    clip_norm: float | None = None,
+    steps: int,
     observer: Observer,
-    now: Callable[[], float] = time.perf_counter,
+    now: Callable[[], float],
 ) -> tuple[float, ...]:
     """Run full steps of a model that is built and placed, and return the seconds of each.
 
@@ -345,11 +348,11 @@ def run_steps(
     all there. To an inference-only workload they are the work itself, so each step contains them.
     """
     whole_number(steps, "steps")
-    whole_number(accumulation, "accumulation")
+    accumulation = whole_number(settings.accumulation, "accumulation")
 
     def batch() -> Any:
         observer.phase("batch")
-        return make_batch(workload, micro_batch, shape or {}, device)
+        return make_batch(workload, micro_batch, settings.shape, device)
 
     def without_gradients(model: nn.Module) -> None:
         for name, work in (("generate", workload.generate), ("evaluate", workload.evaluate)):
@@ -374,7 +377,7 @@ def run_steps(
             gradients.compute()
             check_that_something_trains(optimizers)
             observer.phase("optimizer")
-            _update(model, optimizers, scaler, clip_norm, gradients.compute_again)
+            _update(model, optimizers, scaler, settings.clip_norm, gradients.compute_again)
             seconds.append(now() - start)
         without_gradients(model)
         return tuple(seconds)
@@ -510,42 +513,24 @@ class ProbesWhatItWatches(ABC):
         micro_batch: int,
         shape: Mapping[str, Any] | None = None,
         accumulation: int = 1,
+        held: Iterable[torch.Tensor] = (),
     ) -> Outcome:
-        """Run anything and say how it ended."""
+        """Run anything and say how it ended; `held` are tensors that exist, for a device that counts tensors."""
 
     def now(self) -> float:
         """Read the clock between steps."""
         return time.perf_counter()
 
     def probe(
-        self,
-        workload: Workload,
-        micro_batch: int,
-        *,
-        shape: Mapping[str, Any] | None = None,
-        steps: int = DEFAULT_STEPS,
-        accumulation: int = 1,
-        clip_norm: float | None = None,
+        self, workload: Workload, micro_batch: int, settings: StepSettings = PLAIN_STEP, *, steps: int = DEFAULT_STEPS
     ) -> Outcome:
         """Run full steps at one size, say how it went, and give back what is the user's."""
+        model = workload.model
         with untouched(workload, accelerator=None if self.torch_device.type == "cpu" else self.torch_device):
             return self.watch(
-                lambda: run_probe(
-                    workload,
-                    micro_batch,
-                    device=self.torch_device,
-                    shape=shape,
-                    steps=steps,
-                    accumulation=accumulation,
-                    clip_norm=clip_norm,
-                    now=self.now,
-                ),
+                lambda: run_probe(workload, micro_batch, settings, device=self.torch_device, steps=steps, now=self.now),
                 micro_batch=micro_batch,
-                shape=shape,
-                accumulation=accumulation,
-                **self._met_before(workload),
+                shape=settings.shape,
+                accumulation=settings.accumulation,
+                held=(*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else (),
             )
-
-    def _met_before(self, workload: Workload) -> dict[str, Any]:
-        """What `watch` of this device has to be told about a workload; nothing, for most."""
-        return {}

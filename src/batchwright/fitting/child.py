@@ -123,9 +123,10 @@ def run_job(job: Job, on_failure: Callable[[RankFailure], None]) -> Outcome:
     """Load the workload and run its probe in this process; `on_failure` is called where child ranks hang."""
     from batchwright.device.device import open_limited
     from batchwright.device.host import live_bytes
+    from batchwright.device.step import StepSettings
     from batchwright.state.untouched import thrown_away
 
-    settings: dict[str, Any] = {"shape": job.shape, "accumulation": job.accumulation, "clip_norm": job.clip_norm}
+    settings = StepSettings(job.shape, job.accumulation, job.clip_norm)
     with ExitStack() as stack:
         session = None
         if job.rendezvous is not None:
@@ -138,7 +139,7 @@ def run_job(job: Job, on_failure: Callable[[RankFailure], None]) -> Outcome:
             join_children(session)
             workload = wrapped(workload)
         with thrown_away():
-            outcome = device.probe(workload, job.micro_batch, **settings)
+            outcome = device.probe(workload, job.micro_batch, settings)
         if session is not None and outcome.fits:
             session.gather("end", None)  # one that hangs after its last collective is found here
         return outcome

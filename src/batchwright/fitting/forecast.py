@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchwright.device.out_of_memory import is_too_small
+from batchwright.device.step import StepSettings
 from batchwright.errors import BatchwrightError
 from batchwright.fitting.fit_result import MemoryLine, limited_peak
 from batchwright.fitting.search import CannotPredictError, Curve
@@ -152,7 +153,7 @@ class Forecast:
             assert self._workload is not None
             try:
                 with without_torchs_own_log():
-                    traced = trace_workload(self._workload, micro_batch, shape=self._shape, **self._told)
+                    traced = trace_workload(self._workload, micro_batch, StepSettings(self._shape, **self._told))
             except BatchwrightError:
                 raise
             except Exception as error:

@@ -20,7 +20,7 @@ from batchwright.device.device import open_device, open_limited
 from batchwright.device.host import clear_kernel_buffers, live_bytes
 from batchwright.device.outcome import judge
 from batchwright.device.process_memory import give_back
-from batchwright.device.step import build_model, build_optimizers, build_scaler
+from batchwright.device.step import StepSettings, build_model, build_optimizers, build_scaler
 from batchwright.errors import NothingFitsError
 from batchwright.fitting.budget import Budget, FirstCosts
 from batchwright.fitting.fit_result import Restored
@@ -119,7 +119,7 @@ class InProcess:
         """Run one probe."""
         device = open_limited(self.on, self.limit_bytes, held_bytes=self.held_bytes + self._costs.charged_bytes)
         with self._costs.learnt():
-            return device.probe(self._workload, micro_batch, shape=shape, **self._told)
+            return device.probe(self._workload, micro_batch, StepSettings(shape, **self._told))
 
     def restored(self) -> Restored:
         """What was given back as it was found."""
@@ -224,7 +224,7 @@ class OnSimulatedCard:
 
         def run() -> tuple[float, ...]:
             with without_torchs_own_log():
-                trace_workload(self._workload, micro_batch, shape=shape, card=card, **self._told)
+                trace_workload(self._workload, micro_batch, StepSettings(shape, **self._told), card=card)
             return (0.0,)
 
         found = judge(run, micro_batch=micro_batch, shape=shape, accumulation=1, peak=lambda: card.peak_bytes)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchwright.catalogue.cards import all_cards
+from batchwright.device.step import StepSettings
 from batchwright.errors import NothingFitsError
 from batchwright.memory.estimate import LARGEST_MICRO_BATCH, check_ranks, check_shape, without_torchs_own_log
 from batchwright.memory.on_card import CardsAlike, OnCard, device_peak, read_settings
@@ -79,31 +80,35 @@ def estimate_every_card(
     *,
     micro_batch: int = 1,
     shape: Mapping[str, Any] | None = None,
+    accumulation: int = 1,
+    clip_norm: float | None = None,
+    routing: str = "balanced",
+    devices: int = 1,
     allocator: str | AllocatorSettings | None = None,
     progress: Callable[[str], None] | None = None,
-    **step: Any,
 ) -> EveryCard:
-    """Ask every card of the catalogue; `step` is what else `estimate` takes of a step."""
+    """Ask every card of the catalogue; arguments as those of `estimate`."""
     say = progress or (lambda _: None)
-    check_ranks(workload, step.get("devices", 1), is_card=True)
-    check_shape(workload, shape or {})
-    check_batches(workload, shape or {})
+    step = StepSettings(shape or {}, accumulation, clip_norm, routing, devices)
+    check_ranks(workload, devices, is_card=True)
+    check_shape(workload, step.shape)
+    check_batches(workload, step.shape)
     settings = read_settings(allocator)
     cap = LARGEST_MICRO_BATCH if workload.data is None else max(1, len(workload.data))
     alike: dict[Any, CardsAlike] = {}
     rows = []
     with untouched(workload, is_traced=True), without_torchs_own_log():
         for card in sorted(all_cards(), key=lambda card: (card.total_bytes, card.name)):
-            there = OnCard(workload, card, settings, {"shape": shape, **step})
-            kind = alike.setdefault(kernels_of(card), CardsAlike(there, cap, say))
+            place = OnCard(workload, card, settings, step)
+            kind = alike.setdefault(kernels_of(card), CardsAlike(place, cap, say))
 
             def traced(size: int, kind: CardsAlike = kind, card: Card = card) -> Traced:
                 return kind.traced(size, card)
 
             try:
-                largest = there.largest(traced, cap=cap, to_the_last=False)
+                largest = place.largest(traced, cap=cap, to_the_last=False)
             except NothingFitsError:
                 largest = None
-            asked = traced(micro_batch)
-            rows.append(CardRow(card.name, card.total_bytes, there.fits(asked), device_peak(asked), largest))
+            run = traced(micro_batch)
+            rows.append(CardRow(card.name, card.total_bytes, place.fits(run), device_peak(run), largest))
     return EveryCard(workload.name, micro_batch, tuple(sorted(rows, key=lambda row: (not row.fits, row.total_bytes))))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchwright.device.device import open_device
+from batchwright.device.step import StepSettings
 from batchwright.errors import InvalidInputError, NothingFitsError, StepFailedError
 from batchwright.units import PeakBytes, format_bytes, shortened, whole_number
 from batchwright.user_files import check_place, read_text, replace_file
@@ -74,17 +75,17 @@ def record_run(
     device = open_device(on)
     if device.kind != "accelerator":
         raise InvalidInputError(f"a run is recorded on a card of this machine; {on} is none.", remedy="--on cuda")
-    found = device.probe(workload, micro_batch, shape=shape, accumulation=accumulation, clip_norm=clip_norm)
-    if found.verdict == "out_of_memory":
+    outcome = device.probe(workload, micro_batch, StepSettings(shape or {}, accumulation, clip_norm))
+    if outcome.verdict == "out_of_memory":
         raise NothingFitsError(f"micro-batch {micro_batch:,} ran out of memory on {on}, so there is nothing to record.")
-    if found.verdict == "failed" or found.peak_bytes is None:
-        raise StepFailedError(f"{found.traceback or ''}\nthe step failed on {on}: {found.error}")
+    if outcome.verdict == "failed" or outcome.peak_bytes is None:
+        raise StepFailedError(f"{outcome.traceback or ''}\nthe step failed on {on}: {outcome.error}")
     run = RecordedRun(
         workload.name,
         torch.cuda.get_device_name(torch.device(on)) if on.startswith("cuda") else on,
         device.total_bytes,
         micro_batch,
-        found.peak_bytes,
+        outcome.peak_bytes,
         dict(shape or {}),
         accumulation,
         clip_norm,
@@ -100,12 +101,12 @@ def record_run(
 def read_run(file: str | Path) -> RecordedRun:
     """Read what `record_run` wrote."""
     try:
-        told = json.loads(read_text(file))
-        schema = told.pop("schema")
+        fields = json.loads(read_text(file))
+        schema = fields.pop("schema")
         if schema != _SCHEMA:
             raise InvalidInputError(f"'{file}' has schema {shortened(schema)}; this version reads {_SCHEMA}.")
-        told.pop("source", None)
-        run = RecordedRun(**{**told, "peak_bytes": PeakBytes(**told["peak_bytes"])})
+        fields.pop("source", None)
+        run = RecordedRun(**{**fields, "peak_bytes": PeakBytes(**fields["peak_bytes"])})
     except InvalidInputError:
         raise
     except OSError as error:
@@ -125,8 +126,8 @@ def read_run(file: str | Path) -> RecordedRun:
 def _check_peaks(peaks: PeakBytes, file: str | Path) -> None:
     if peaks.allocated is None or peaks.reserved is None:
         raise InvalidInputError(f"'{file}' does not say what was allocated and reserved.")
-    told = [peak for peak in (peaks.allocated, peaks.reserved, peaks.device) if peak is not None]
-    if not all(type(peak) is int and peak > 0 for peak in told) or told != sorted(told):
+    known = [peak for peak in (peaks.allocated, peaks.reserved, peaks.device) if peak is not None]
+    if not all(type(peak) is int and peak > 0 for peak in known) or known != sorted(known):
         raise InvalidInputError(
             f"'{file}' has peaks that no run has: allocated {shortened(peaks.allocated)}, reserved "
             f"{shortened(peaks.reserved)}, device {shortened(peaks.device)}; each in bytes, none below the one before."

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchwright.device.step import StepSettings
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import Breakdown, break_down, parts_at_the_same_moment
 from batchwright.memory.estimate_result import PARTS, Estimate
@@ -80,8 +81,8 @@ def estimate(
     ...     loss=lambda model, batch: model(batch).pow(2).mean(),
     ...     optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
     ... )
-    >>> found = estimate(workload, micro_batch=64)
-    >>> found.parts["weights"], found.parts["gradients"], found.peak_at.phase
+    >>> result = estimate(workload, micro_batch=64)
+    >>> result.parts["weights"], result.parts["gradients"], result.peak_at.phase
     (263168, 263168, 'backward')
 
     `shape` goes to the workload's `batch`; `accumulation` micro-batches make a step. `on` is "cpu", or a card of the
@@ -98,17 +99,17 @@ def estimate(
     card = card_named(on, memory=memory)
     limit = card.total_bytes if card is not None else None if memory is None else parse_bytes(memory)
     say = progress or (lambda _: None)
-    told: dict[str, Any] = {"shape": shape, "accumulation": accumulation, "clip_norm": clip_norm, "routing": routing}
+    step = StepSettings(shape or {}, accumulation, clip_norm, routing, devices)
     if card is None and not (allocator is snapshot is calibrate is None):
         raise InvalidInputError(
             "allocator settings, memory snapshots and recorded runs are CUDA's: they need a card.",
             remedy="--on a100-40gb",
         )
     check_ranks(workload, devices, is_card=card is not None)
-    there = None if card is None else OnCard(workload, card, read_settings(allocator), {**told, "devices": devices})
-    if there is not None and calibrate is not None:
+    place = None if card is None else OnCard(workload, card, read_settings(allocator), step)
+    if place is not None and calibrate is not None:
         say("tracing the recorded run")
-        there = there.calibrated(calibrate)
+        place = place.calibrated(calibrate)
 
     if snapshot is not None:
         check_place(snapshot, what="the snapshot", option="--snapshot FILE")
@@ -117,51 +118,51 @@ def estimate(
     def traced(size: int) -> Traced:
         if size not in runs:
             say(f"tracing micro-batch {size:,}")
-            runs[size] = trace_workload(workload, size, **told) if there is None else there.traced(size)
+            runs[size] = trace_workload(workload, size, step) if place is None else place.traced(size)
         return runs[size]
 
     size = whole_number(micro_batch, "micro-batch")
     if clip_norm is not None and not 0 < clip_norm < math.inf:
         raise InvalidInputError(f"clip norm must be a positive number; received {shortened(clip_norm)}.")
-    check_shape(workload, shape or {})
-    check_batches(workload, shape or {})
+    check_shape(workload, step.shape)
+    check_batches(workload, step.shape)
     num_samples = LARGEST_MICRO_BATCH if workload.data is None else max(1, len(workload.data))
     cap = min(num_samples, LARGEST_MICRO_BATCH)
     is_search = find_max or (card is None and limit is not None)
     if find_max and limit is None:
         raise InvalidInputError("the largest micro-batch on cpu is that of a budget.", remedy='memory="16GiB"')
     with without_torchs_own_log():
-        if there is not None:
-            size = _largest_on(there, traced, cap, say) if find_max else size
+        if place is not None:
+            size = _largest_on(place, traced, cap, say) if find_max else size
         elif limit is not None:
             size = _largest_for(limit, traced, cap=cap)
         run = traced(size)
         fits = None
-        if there is not None:
-            fits = there.fits(run)
-            if not fits or device_peak(run) > there.card.total_bytes:
+        if place is not None:
+            fits = place.fits(run)
+            if not fits or device_peak(run) > place.card.total_bytes:
                 say(f"tracing micro-batch {size:,} on the card as it is")
-                near_the_limit = there.traced_as_it_is(size)
+                near_the_limit = place.traced_as_it_is(size)
                 run, fits = near_the_limit or run, near_the_limit is not None
-        found = break_down(run.log)
+        peak = break_down(run.log)
         # Half where a dataset has no more samples.
         other_size = 2 * size if workload.data is None or 2 * size <= num_samples else size // 2
         other = parts_at_the_same_moment(run.log, traced(other_size).log) if other_size else {}
-        savings = what_if_savings(workload, size, run.log, there=there, progress=say, **told) if what_if else ()
-        if there is not None and snapshot is not None:
+        savings = what_if_savings(workload, size, run.log, step, place=place, progress=say) if what_if else ()
+        if place is not None and snapshot is not None:
             say(f"writing the snapshot of micro-batch {size:,}")
-            there.write_snapshot(size, Path(snapshot))
+            place.write_snapshot(size, Path(snapshot))
     return Estimate(
         name=workload.name,
         micro_batch=size,
         on=on if card is None else card.name,
-        peak_bytes=run.peaks or PeakBytes(found.peak_bytes),
-        upper_bytes=_upper(run, found),
-        parts=_all_parts(run, found),
-        grows_with_batch=_growth(found.parts, other, other_size - size if other_size else 0),
-        peak_at=found.moment,
-        largest=found.largest,
-        phases=found.phases,
+        peak_bytes=run.peaks or PeakBytes(peak.peak_bytes),
+        upper_bytes=_upper(run, peak),
+        parts=_all_parts(run, peak),
+        grows_with_batch=_growth(peak.parts, other, other_size - size if other_size else 0),
+        peak_at=peak.moment,
+        largest=peak.largest,
+        phases=peak.phases,
         source=f"predicted, routing {run.routing}" if run.routing else "predicted",
         notes=(*run.notes, place_note) if place_note else run.notes,
         limit_bytes=limit,
@@ -172,14 +173,14 @@ def estimate(
     )
 
 
-def _largest_on(there: OnCard, traced: Callable[[int], Traced], cap: int, say: Callable[[str], None]) -> int:
+def _largest_on(place: OnCard, traced: Callable[[int], Traced], cap: int, say: Callable[[str], None]) -> int:
     """Return the largest micro-batch on a card: most looks follow from a few traces, the answer has its own."""
-    if there.correction is None:
-        kind = CardsAlike(there, cap, say)
-        size = there.largest(lambda n: kind.traced(n, there.card), cap=cap)
-        if there.fits(traced(size)) and (size == cap or not there.fits(traced(size + 1))):
+    if place.correction is None:
+        kind = CardsAlike(place, cap, say)
+        size = place.largest(lambda n: kind.traced(n, place.card), cap=cap)
+        if place.fits(traced(size)) and (size == cap or not place.fits(traced(size + 1))):
             return size
-    return there.largest(traced, cap=cap)
+    return place.largest(traced, cap=cap)
 
 
 def _largest_for(limit: int, traced: Callable[[int], Traced], *, cap: int) -> int:
@@ -208,27 +209,27 @@ def _end_of_search(size: int, cap: int) -> str:
     return "data" if cap < LARGEST_MICRO_BATCH else "search"
 
 
-def _all_parts(run: Traced, found: Breakdown) -> dict[str, int | None]:
+def _all_parts(run: Traced, peak: Breakdown) -> dict[str, int | None]:
     """Every part at the peak; on a card also what its allocator holds beyond them, and its context."""
-    parts: dict[str, int | None] = {part: found.parts.get(part, 0) for part in PARTS}
+    parts: dict[str, int | None] = {part: peak.parts.get(part, 0) for part in PARTS}
     on_card = dict.fromkeys(_NOT_ON_A_HOST)
     if run.peaks is not None and run.context is not None:
         assert run.peaks.reserved is not None
-        on_card = {"slack": run.peaks.reserved - found.peak_bytes, "context": run.context.typical_bytes}
+        on_card = {"slack": run.peaks.reserved - peak.peak_bytes, "context": run.context.typical_bytes}
     return {**parts, **on_card}
 
 
-def _upper(run: Traced, found: Breakdown) -> PeakBytes:
+def _upper(run: Traced, peak: Breakdown) -> PeakBytes:
     """What the peaks stay below; nothing is said where an operator hides memory."""
     if run.is_lower_bound:
         return PeakBytes()
     if run.peaks is None or run.context is None:
-        return PeakBytes(round(found.peak_bytes * UPPER_MARGIN))
+        return PeakBytes(round(peak.peak_bytes * UPPER_MARGIN))
     return upper_on_card(run.peaks, run.context, run.unsure_bytes)
 
 
 def _growth(parts: Mapping[str, int], other: Mapping[str, int], more: int) -> dict[str, int | None]:
-    """Bytes that one more sample adds; None where there is no other size to compare with."""
+    """Bytes that one more sample adds; None where place is no other size to compare with."""
     return {
         part: None if part in _NOT_ON_A_HOST or not more else round((other.get(part, 0) - parts.get(part, 0)) / more)
         for part in PARTS

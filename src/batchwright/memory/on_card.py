@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from batchwright.catalogue.cards import Card
-    from batchwright.trace.run import Traced
+    from batchwright.device.step import StepSettings
     from batchwright.workload import Workload
 
 
@@ -87,10 +86,10 @@ class ScaledRequests:
         >>> lines.agrees_with(8, (180, -1)), lines.agrees_with(8, (1180, -1)), lines.agrees_with(8, (180,))
         (True, False, False)
         """
-        told = self.at(size)
-        return len(told) == len(events) and all(
+        expected = self.at(size)
+        return len(expected) == len(events) and all(
             one == other or (min(one, other) >= 0 and abs(one - other) < _BLOCK + other // 1024)
-            for one, other in zip(told, events, strict=True)
+            for one, other in zip(expected, events, strict=True)
         )
 
 
@@ -107,8 +106,8 @@ _AHEAD = 4
 class CardsAlike:
     """The runs of a step on cards of one kind, by micro-batch."""
 
-    def __init__(self, there: OnCard, cap: int, say: Callable[[str], None]) -> None:
-        self._there, self._cap, self._say = there, cap, say
+    def __init__(self, place: OnCard, cap: int, say: Callable[[str], None]) -> None:
+        self._place, self._cap, self._say = place, cap, say
         self._runs: dict[int, Traced] = {}
         self._pairs = list(_PAIRS)
         self._lines: ScaledRequests | None = None
@@ -118,17 +117,17 @@ class CardsAlike:
         """Return a run at a size, with the context of this very card."""
         if size not in self._runs:
             self._runs[size] = self._scaled(size) or self._trace(size)
-        found = self._runs[size]
+        run = self._runs[size]
         context = context_of(card)
-        assert found.peaks is not None
-        assert found.peaks.reserved is not None
-        peaks = replace(found.peaks, device=found.peaks.reserved + context.typical_bytes)
-        return replace(found, peaks=peaks, context=context)
+        assert run.peaks is not None
+        assert run.peaks.reserved is not None
+        peaks = replace(run.peaks, device=run.peaks.reserved + context.typical_bytes)
+        return replace(run, peaks=peaks, context=context)
 
     def _trace(self, size: int) -> Traced:
         if size not in self._runs:
-            self._say(f"{self._there.card.name} and its like: tracing micro-batch {size:,}")
-            self._runs[size] = self._there.traced(size)
+            self._say(f"{self._place.card.name} and its like: tracing micro-batch {size:,}")
+            self._runs[size] = self._place.traced(size)
         return self._runs[size]
 
     def _scaled(self, size: int) -> Traced | None:
@@ -145,7 +144,7 @@ class CardsAlike:
         if self._lines is None or not self._lines.small <= size <= self._proven:
             return None
         events = self._lines.at(size)
-        allocated, reserved = peaks_with_room(events, self._there.settings)
+        allocated, reserved = peaks_with_room(events, self._place.allocator)
         # The rest of a trace, its log and its notes, is that of the smallest size on the lines.
         return replace(self._trace(self._lines.small), peaks=PeakBytes(allocated, reserved), requests=events)
 
@@ -208,17 +207,17 @@ class OnCard:
 
     workload: Workload
     card: Card
-    settings: AllocatorSettings
-    told: dict[str, Any]
+    allocator: AllocatorSettings
+    step: StepSettings
     correction: Correction | None = None
 
     def roomy(self) -> SimulatedCard:
         """Return the card, with more memory than any step takes."""
-        return SimulatedCard(self.card, self.settings, is_roomy=True)
+        return SimulatedCard(self.card, self.allocator, is_roomy=True)
 
     def traced(self, micro_batch: int) -> Traced:
         """Trace it with room to spare."""
-        return self._corrected(trace_workload(self.workload, micro_batch, card=self.roomy(), **self.told))
+        return self._corrected(trace_workload(self.workload, micro_batch, self.step, card=self.roomy()))
 
     def as_it_is(self, history: History | None = None) -> SimulatedCard:
         """Return the card with the memory it has, less what a real run took beyond its prediction."""
@@ -227,24 +226,24 @@ class OnCard:
             context = context_of(self.card).typical_bytes
             taken = max(self.correction.reserved, 0) + (self.correction.context or context) - context
         card = replace(self.card, total_bytes=max(self.card.total_bytes - taken, 0))
-        return SimulatedCard(card, self.settings, history=history)
+        return SimulatedCard(card, self.allocator, history=history)
 
     def traced_as_it_is(self, micro_batch: int) -> Traced | None:
         """Trace it on the card as it is; None where that runs out of memory. A step may catch that and go on."""
         try:
-            found = trace_workload(self.workload, micro_batch, card=self.as_it_is(), **self.told)
+            traced = trace_workload(self.workload, micro_batch, self.step, card=self.as_it_is())
         except torch.OutOfMemoryError:
             return None
         note = "near the limit: these are the peaks on the card itself, whose allocator gives back what it has cached"
-        return self._corrected(replace(found, notes=(*found.notes, note)))
+        return self._corrected(replace(traced, notes=(*traced.notes, note)))
 
-    def _corrected(self, found: Traced) -> Traced:
+    def _corrected(self, traced: Traced) -> Traced:
         if self.correction is None:
-            return found
-        assert found.peaks is not None
-        assert found.context is not None
-        peaks, context = self.correction.applied(found.peaks, found.context)
-        return replace(found, peaks=peaks, context=context)
+            return traced
+        assert traced.peaks is not None
+        assert traced.context is not None
+        peaks, context = self.correction.applied(traced.peaks, traced.context)
+        return replace(traced, peaks=peaks, context=context)
 
     def calibrated(self, file: str | Path) -> OnCard:
         """Set predictions right by one real run on such a card."""
@@ -254,9 +253,9 @@ class OnCard:
                 f"'{file}' was recorded on {run.product}, and {self.card.name} is asked about.",
                 remedy="a run on the same card: context and libraries differ from card to card",
             )
-        if self.told.get("devices", 1) != 1:
+        if self.step.devices != 1:
             raise InvalidInputError(
-                f"a run is recorded on one card, and one of {self.told['devices']} was asked about.",
+                f"a run is recorded on one card, and one of {self.step.devices} was asked about.",
                 remedy="--calibrate without --devices",
             )
         if run.name.rpartition("/")[2] != self.workload.name.rpartition("/")[2]:  # folders differ between machines
@@ -264,8 +263,8 @@ class OnCard:
                 f"'{file}' was recorded of {run.name}, and {self.workload.name} is asked about.",
                 remedy="a run of the same workload: what it took beyond its prediction is taken for this one's",
             )
-        told = {**self.told, "shape": run.shape, "accumulation": run.accumulation, "clip_norm": run.clip_norm}
-        predicted = trace_workload(self.workload, run.micro_batch, card=self.roomy(), **told)
+        step = replace(self.step, shape=run.shape, accumulation=run.accumulation, clip_norm=run.clip_norm)
+        predicted = trace_workload(self.workload, run.micro_batch, step, card=self.roomy())
         assert predicted.peaks is not None
         return replace(self, correction=Correction.between(run, predicted.peaks))
 
@@ -277,7 +276,7 @@ class OnCard:
         history = History()
         card = self.as_it_is(history)
         with suppress(torch.OutOfMemoryError):
-            trace_workload(self.workload, micro_batch, card=card, **self.told)
+            trace_workload(self.workload, micro_batch, self.step, card=card)
         write_snapshot(file, history, card.allocator)
 
     def fits(self, traced: Traced) -> bool:
@@ -286,7 +285,7 @@ class OnCard:
         # What a real run took beyond its prediction is not among the requests; it is taken off what there is.
         beyond = 0 if self.correction is None else max(self.correction.reserved, 0)
         capacity = max(self.card.total_bytes - traced.context.typical_bytes - beyond, 0)
-        return goes_through(traced.requests, capacity, self.settings, self.card.total_bytes)
+        return goes_through(traced.requests, capacity, self.allocator, self.card.total_bytes)
 
     def largest(self, traced: Callable[[int], Traced], *, cap: int, to_the_last: bool = True) -> int:
         """Return the largest micro-batch that runs; or, in fewer looks, the largest whose peak has room to spare."""
@@ -307,11 +306,11 @@ class OnCard:
         """Say what micro-batch 1 would take."""
         assert smallest.context is not None
         parts = sorted(break_down(smallest.log).parts.items(), key=lambda part: -part[1])
-        told = ", ".join(f"{part} {format_bytes(num_bytes)}" for part, num_bytes in parts if num_bytes >= 2**20)
+        needs = ", ".join(f"{part} {format_bytes(num_bytes)}" for part, num_bytes in parts if num_bytes >= 2**20)
         return NothingFitsError(
             f"micro-batch 1 does not fit on {self.card.product} with {format_bytes(self.card.total_bytes)}.",
             details=[
-                f"needed {format_bytes(device_peak(smallest))}: {told}, "
+                f"needed {format_bytes(device_peak(smallest))}: {needs}, "
                 f"context {format_bytes(smallest.context.typical_bytes)}"
             ],
             remedy="--what-if in place of --max prints what each change of the set-up would save",

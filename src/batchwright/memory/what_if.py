@@ -25,11 +25,15 @@ from batchwright.trace.run import trace_workload
 from batchwright.trace.storages import find_peak
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
+    from batchwright.device.step import StepSettings
     from batchwright.memory.on_card import OnCard
+    from batchwright.simulated.card import SimulatedCard
     from batchwright.trace.storages import Block, Log
     from batchwright.workload import Workload
+
+    Change = Callable[[], tuple[Workload, StepSettings]]
 
 
 # Adam with 8-bit state, as far as memory goes: the layout of bitsandbytes' block-wise optimizers.
@@ -78,25 +82,25 @@ def what_if_savings(
     workload: Workload,
     micro_batch: int,
     log: Log,
+    step: StepSettings,
     *,
-    shape: Mapping[str, Any] | None = None,
-    there: OnCard | None = None,
+    place: OnCard | None = None,
     progress: Callable[[str], None] = lambda _: None,
-    **step: Any,
 ) -> tuple[Saving, ...]:
     """Trace or replay every change, and return the peak that each leads to; `step` is how the plain one was traced."""
-    shape = dict(shape or {})
-    device_type = "cpu" if there is None else "cuda"
-    changed: list[tuple[str, Callable[[], tuple[Workload, dict[str, Any]]]]] = [
-        ("bf16 autocast", lambda: (_with_autocast(workload, device_type), shape)),
-        ("activation checkpointing", lambda: (_with_checkpointing(workload), shape)),
-        ("8-bit optimizer", lambda: (_with_8_bit_optimizer(workload), shape)),
-        ("half the sequence", lambda: (workload, _half_the_sequence(workload, shape))),
+    device_type = "cpu" if place is None else "cuda"
+    # A change is asked about one device, whatever the plain step ran on.
+    step = replace(step, devices=1)
+    changes: list[tuple[str, Change]] = [
+        ("bf16 autocast", lambda: (_with_autocast(workload, device_type), step)),
+        ("activation checkpointing", lambda: (_with_checkpointing(workload), step)),
+        ("8-bit optimizer", lambda: (_with_8_bit_optimizer(workload), step)),
+        ("half the sequence", lambda: (workload, _with_half_the_sequence(workload, step))),
     ]
     savings = []
-    for change, make in changed:
-        progress(f"tracing with {change}")
-        savings.append(_traced(change, make, micro_batch, {**step, "card": there and there.roomy()}))
+    for name, change in changes:
+        progress(f"tracing with {name}")
+        savings.append(_trace_change(name, change, micro_batch, None if place is None else place.roomy()))
     savings.append(_chunked_loss(log))
     savings += [
         Saving(f"ZeRO-{stage} over {SHARDS} devices", find_peak(log, _sharded(parts)).num_bytes, _note_on(stage))
@@ -105,15 +109,13 @@ def what_if_savings(
     return tuple(savings)
 
 
-def _traced(
-    change: str, make: Callable[[], tuple[Workload, dict[str, Any]]], micro_batch: int, step: Mapping[str, Any]
-) -> Saving:
+def _trace_change(name: str, change: Change, micro_batch: int, card: SimulatedCard | None) -> Saving:
     try:
-        workload, shape = make()
-        run = trace_workload(workload, micro_batch, shape=shape, **step)
+        workload, step = change()
+        run = trace_workload(workload, micro_batch, step, card=card)
     except (NotApplicableError, BatchwrightError) as error:
-        return Saving(change, None, str(error).splitlines()[0])
-    return Saving(change, find_peak(run.log).num_bytes)
+        return Saving(name, None, str(error).splitlines()[0])
+    return Saving(name, find_peak(run.log).num_bytes)
 
 
 class NotApplicableError(Exception):
@@ -175,7 +177,8 @@ def _with_8_bit_optimizer(workload: Workload) -> Workload:
     return replace(workload, optimizer=EightBitAdam)
 
 
-def _half_the_sequence(workload: Workload, shape: dict[str, Any]) -> dict[str, Any]:
+def _with_half_the_sequence(workload: Workload, step: StepSettings) -> StepSettings:
+    shape = step.shape
     parameters = inspect.signature(workload.batch).parameters if workload.batch else {}
     lengths = {
         name: shape.get(name, parameter.default)
@@ -184,7 +187,7 @@ def _half_the_sequence(workload: Workload, shape: dict[str, Any]) -> dict[str, A
     }
     if not lengths:
         raise NotApplicableError("batch takes no length (such as seq_len=1024) that could be halved")
-    return {**shape, **{name: max(1, length // 2) for name, length in lengths.items()}}
+    return replace(step, shape={**shape, **{name: max(1, length // 2) for name, length in lengths.items()}})
 
 
 def _chunked_loss(log: Log) -> Saving:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from batchwright.device.step import handed_out, run_probe
+from batchwright.device.step import DEFAULT_STEPS, PLAIN_STEP, StepSettings, handed_out, run_probe
 from batchwright.errors import CannotTraceError
 from batchwright.simulated.operators.recurrent import packed_by_numbers
 from batchwright.simulated.ranks import simulated_ranks
@@ -67,50 +67,31 @@ class Traced:
 def trace_workload(
     workload: Workload,
     micro_batch: int,
+    settings: StepSettings = PLAIN_STEP,
     *,
-    shape: Mapping[str, Any] | None = None,
-    steps: int = 2,
-    accumulation: int = 1,
-    clip_norm: float | None = None,
-    routing: str = "balanced",
+    steps: int = DEFAULT_STEPS,
     card: SimulatedCard | None = None,
-    devices: int = 1,
 ) -> Traced:
-    """Trace full steps at one size, on the CPU or on a simulated card; on the latter as one of so many ranks."""
+    """Trace full steps at one size, on the CPU or on a simulated card; on the latter as one of the settings' ranks."""
     if card is None:
+        trace = Trace(CpuKernels(), HostMemory(), routing=settings.routing)
         with untouched(workload, is_traced=True), TorchPatches():
-            return _trace_on(
-                torch.device("cpu"),
-                workload,
-                micro_batch,
-                shape,
-                steps,
-                accumulation,
-                clip_norm,
-                Trace(CpuKernels(), HostMemory(), routing=routing),
-                is_card=False,
-            )
+            return _trace_on(torch.device("cpu"), workload, micro_batch, settings, steps, trace, is_card=False)
+    trace = Trace(card.kernels, card, routing=settings.routing)
     with (
         untouched(workload, is_traced=True),
         TorchPatches(),
         card.running() as device,
-        simulated_ranks(devices) if devices > 1 else nullcontext(),
+        simulated_ranks(settings.devices) if settings.devices > 1 else nullcontext(),
     ):
-        spread = workload if devices > 1 else replace(workload, wrap=None)
-        traced = _trace_on(
-            device,
-            spread,
-            micro_batch,
-            shape,
-            steps,
-            accumulation,
-            clip_norm,
-            Trace(card.kernels, card, routing=routing),
-            is_card=True,
-        )
-    events = tuple(card.requests.events)
+        spread = workload if settings.devices > 1 else replace(workload, wrap=None)
+        traced = _trace_on(device, spread, micro_batch, settings, steps, trace, is_card=True)
     return replace(
-        traced, peaks=card.peak_bytes, context=card.context, unsure_bytes=card.kernels.unsure_bytes, requests=events
+        traced,
+        peaks=card.peak_bytes,
+        context=card.context,
+        unsure_bytes=card.kernels.unsure_bytes,
+        requests=tuple(card.requests.events),
     )
 
 
@@ -118,10 +99,8 @@ def _trace_on(
     device: torch.device,
     workload: Workload,
     micro_batch: int,
-    shape: Mapping[str, Any] | None,
+    settings: StepSettings,
     steps: int,
-    accumulation: int,
-    clip_norm: float | None,
     trace: Trace,
     *,
     is_card: bool,
@@ -147,13 +126,13 @@ def _trace_on(
     @wraps(workload.optimizer or run_probe)  # what it takes is told by its signature
     def optimizer(what_it_takes: Any) -> Any:
         assert workload.optimizer is not None
-        made = handed_out(workload.optimizer, what_it_takes)
-        optimizers = list(made) if isinstance(made, list | tuple) else [made]
-        if any(keep.state.has_met(each) for each in optimizers):
+        returned = handed_out(workload.optimizer, what_it_takes)
+        optimizers = list(returned) if isinstance(returned, list | tuple) else [returned]
+        if any(map(keep.state.has_met, optimizers)):
             for tensor in fakes.put_into_kept(keep.state, optimizers):
                 trace.storages.see(tensor, "state")
         trace.optimizers += optimizers
-        return made
+        return returned
 
     keep.note_builder(optimizer)
     watched = replace(
@@ -173,17 +152,7 @@ def _trace_on(
         else:
             stack.enter_context(applied(packed_by_numbers()))
         stack.enter_context(_explaining("the step"))
-        run_probe(
-            watched,
-            micro_batch,
-            device=device,
-            shape=shape,
-            steps=steps,
-            accumulation=accumulation,
-            clip_norm=clip_norm,
-            observer=trace,
-            build=build,
-        )
+        run_probe(watched, micro_batch, settings, device=device, steps=steps, observer=trace, build=build)
     if trace.values.was_drawn:
         notes.append("single random numbers were taken as 1, so that layerdrop skips no layer")
     if trace.routing.was_assumed:

@@ -23,7 +23,7 @@ from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 # Values of tensors, kept beside their fake twins, so that counters, flags and batches can be read while tracing.
