@@ -111,3 +111,38 @@ def test_a_batch_that_ignores_its_size_is_found_before_anything_is_traced() -> N
 def test_a_clip_norm_that_is_none_is_refused(clip_norm: float) -> None:
     with pytest.raises(InvalidInputError, match="clip norm must be a positive number"):
         bw.estimate(make(), clip_norm=clip_norm)
+
+
+class TestOnASimulatedCard:
+    """What the loss holds on the CPU is refused, as on a real card, and moving it there is the remedy."""
+
+    @staticmethod
+    def distil(teacher: nn.Module, *, moves: bool) -> bw.Workload:
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            held = teacher.to(batch.device) if moves else teacher
+            with torch.no_grad():
+                target = held(batch)
+            return (model(batch) - target).pow(2).mean()
+
+        return make(loss=loss)
+
+    @pytest.mark.parametrize("ask", [bw.estimate, bw.fit])
+    def test_a_teacher_on_the_cpu_is_named_with_the_users_line(self, ask: Any) -> None:
+        with pytest.raises(InvalidInputError, match="mixes devices: aten") as caught:
+            ask(self.distil(nn.Linear(64, 64), moves=False), on="t4-16gb")
+        message = str(caught.value)
+        assert "target = held(batch)" in message
+        assert "teacher.to(batch.device)" in message
+        assert "simulated:0" not in message
+
+    def test_a_constant_on_the_cpu_is_refused_too(self) -> None:
+        workload = make(loss=lambda model, batch: (model(batch) * torch.ones(64)).mean())
+        with pytest.raises(InvalidInputError, match=r"mixes devices: aten\.mul"):
+            bw.estimate(workload, on="t4-16gb")
+
+    def test_a_teacher_that_is_moved_is_followed_and_comes_back(self) -> None:
+        teacher = nn.Linear(64, 64)
+        weight = teacher.weight.detach().clone()
+        assert bw.estimate(self.distil(teacher, moves=True), on="t4-16gb").fits
+        assert teacher.weight.device.type == "cpu"
+        assert torch.equal(teacher.weight, weight)

@@ -3,11 +3,13 @@
 Promises:
 - what runs is the very function that a real probe runs, with fake parameters put in;
 - the random state, the grad mode and the default device come back as they were;
-- a step that needs real values ends in `CannotTraceError`, which names the operator and the user's line.
+- a step that needs real values ends in `CannotTraceError`, one that mixes CPU and card in `InvalidInputError`; both
+  name the operator and the user's line.
 """
 
 from __future__ import annotations
 
+import re
 import traceback
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,9 +20,10 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from batchwright.device.step import DEFAULT_STEPS, PLAIN_STEP, StepSettings, handed_out, run_probe
-from batchwright.errors import CannotTraceError
+from batchwright.errors import CannotTraceError, InvalidInputError
 from batchwright.simulated.operators.recurrent import packed_by_numbers
 from batchwright.simulated.ranks import simulated_ranks
+from batchwright.simulated.torch_patches.backend import NAME as SIMULATED
 from batchwright.simulated.torch_patches.patches import TorchPatches, applied
 from batchwright.simulated.torch_patches.redirected_calls import (
     RedirectedCalls,
@@ -177,18 +180,26 @@ def _explaining(what: str) -> Iterator[None]:
     try:
         yield
     except CannotTraceError as error:
-        line = users_line(traceback.extract_tb(error.__traceback__))
-        if error.details or not line:
+        if error.details or not _place_of(error):
             raise
-        raise CannotTraceError(error.problem, details=[f"at {line}"], remedy=error.remedy) from error
+        raise CannotTraceError(error.problem, details=_place_of(error), remedy=error.remedy) from error
     except (*TORCHS_OWN, NotFollowedError) as error:
         raise _explained(error, what=what) from error
     except RuntimeError as error:
+        if _TWO_DEVICES.search(str(error)):
+            operator = str(getattr(error, "func", "an operator")).removesuffix(".default")
+            raise InvalidInputError(
+                f"{what} mixes devices: {operator} has a tensor on the CPU beside one on the simulated card. A real "
+                "card refuses that too.",
+                details=_place_of(error),
+                remedy="move what the step holds besides model and batch (a teacher, an EMA, a constant): "
+                "teacher.to(batch.device)",
+            ) from error
         if "TorchScript interpreter" not in str(error):
             raise
         raise CannotTraceError(
             f"{what} cannot be traced: TorchScript runs its operators on real tensors only.",
-            details=[f"at {line}"] if (line := users_line(traceback.extract_tb(error.__traceback__))) else [],
+            details=_place_of(error),
             remedy="the module as it was before torch.jit.script; or batchwright fit, which runs the step",
         ) from error
     except AssertionError as error:
@@ -198,6 +209,16 @@ def _explaining(what: str) -> Iterator[None]:
         raise _explained(error, place, "torch's fake tensors do not know it", what=what) from error
 
 
+# FakeTensorDeviceMismatchError of torch 2.13; earlier ones raise a plain RuntimeError in other words.
+_TWO_DEVICES = re.compile(rf"two (different )?devices,? .*\b{SIMULATED}:0")
+
+
+def _place_of(error: Exception) -> list[str]:
+    """Return the user's line that an error came from, as the details of another."""
+    line = users_line(traceback.extract_tb(error.__traceback__))
+    return [f"at {line}"] if line else []
+
+
 def _explained(error: Exception, operator: str = "", reason: str = "", *, what: str) -> CannotTraceError:
     operator = operator or str(getattr(error, "func", error)).splitlines()[0]
     reason = reason or getattr(error, "reason", "torch knows no shape rule for it")
@@ -205,9 +226,8 @@ def _explained(error: Exception, operator: str = "", reason: str = "", *, what: 
         reason = "it reads a value out of a tensor, and a traced tensor has none"
     elif isinstance(error, DynamicOutputShapeException):
         reason = "the size of its result depends on values, and a traced tensor has none"
-    line = users_line(traceback.extract_tb(error.__traceback__))
     return CannotTraceError(
         f"{what} cannot be traced: operator {operator}: {reason}.",
-        details=[f"at {line}"] if line else [],
+        details=_place_of(error),
         remedy="batchwright fit runs the step instead; or keep that line out of the step that is traced",
     )
