@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from batchwright.state import interrupts
 from batchwright.state.interrupts import temporary_folder, uninterrupted
 
 TARGET = """
@@ -114,3 +115,7 @@ def test_a_temporary_folder_is_gone_after_an_interrupt() -> None:
     with pytest.raises(KeyboardInterrupt):
         use()
     assert not folders[0].exists()
+
+
+def test_the_files_of_which_nothing_may_be_cut_short_are_there() -> None:
+    assert [place for place in interrupts._OURS if not Path(place).exists()] == []

@@ -35,10 +35,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _HERE = os.path.dirname(__file__)
 # Files of which nothing may be cut short: this folder puts things back, and the simulated device answers torch's own
 # code, where what is raised aborts the process.
-_OURS = (
-    _HERE + os.sep,
-    *(os.path.join(os.path.dirname(_HERE), "simulated", f) for f in ("backend.py", "held_back.py")),
-)
+_OURS = (_HERE + os.sep, os.path.join(os.path.dirname(_HERE), "simulated", "torch_patches", "backend.py"))
 _WAYS_IN_AND_OUT = frozenset(
     {
         *("__enter__", "__exit__", "__del__"),
