@@ -1,5 +1,5 @@
-"""A GPU that is not there: its cards, its allocator, what its kernels take."""
+"""A simulated card: its allocator, its operators, its ranks, and what of torch it replaces."""
 
-from batchwright.simulated.torch_patches.backend import check_torch
+from batchwright.simulated.torch_patches.torch_names import check_torch
 
 check_torch()  # before the modules of this folder import what an older torch does not have

@@ -11,8 +11,8 @@ import pytest
 
 import batchwright
 from batchwright.errors import UnsupportedTorchError
-from batchwright.simulated.torch_patches import backend as torch_names
-from batchwright.simulated.torch_patches.backend import check_torch, has_name
+from batchwright.simulated.torch_patches import torch_names
+from batchwright.simulated.torch_patches.torch_names import check_torch, has_name
 
 ROOT = Path(batchwright.__file__).parent
 PROJECT = Path(__file__).parents[3]

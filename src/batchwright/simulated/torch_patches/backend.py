@@ -1,103 +1,39 @@
-"""A device that does not exist, known to torch by name, on which fake tensors behave as on a GPU.
+"""The device of a simulated card: known to torch by name, and fake tensors on it behave as on a GPU.
 
 torch lets one further backend be registered per process. Fake tensors on it take the paths of a GPU (dropout keeps a
 mask of bytes, optimizers their multi-tensor form), and no kernel is ever run.
+
+Replaces: torch.autograd._engine_run_backward. Registers, for good: torch's PrivateUse1 backend, as "simulated".
 
 Promises:
 - registered once, when first asked for, and announced as available only while a card is simulated, and only to the
   threads that run on it; the registration is all that stays in the process;
 - a process that has simulated a card can fork and run backward in the child, as before;
-- works in a process that has trained on the CPU before: backward runs in the calling thread.
+- works in a process that has trained on the CPU before: backward runs in the calling thread;
+- an error that is raised inside a backward comes out of it as it was raised.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from batchwright.errors import InvalidInputError, UnsupportedTorchError
+from batchwright.errors import InvalidInputError
 from batchwright.simulated.torch_patches.patches import Patch, card_announced, is_on_simulated_card
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-# What batchwright needs of torch beyond its public surface, and the versions it was run with.
-#
-# Following a step and simulating a card lean on names that torch does not promise to keep. They are looked up once,
-# before anything that uses them is imported, so that a torch without them ends in a sentence and not in an
-# ImportError.
-#
-# Promises:
-# - importing this imports no torch;
-# - a torch in which a name is missing raises `UnsupportedTorchError`: it says which, what for, and what to install.
-
-OLDEST, NEWEST = "2.10.0", "2.15.0"
-
-# Name in torch -> what needs it. test_torch_names.py looks up every private name that the source uses.
-NEEDED = {
-    "utils.backend_registration._setup_privateuseone_for_python_backend": "simulated cards",
-    "_C._acc.PrivateUse1Hooks": "simulated cards",
-    "_C._acc.DeviceGuard": "simulated cards",
-    "_C._get_privateuse1_backend_name": "simulated cards",
-    "_subclasses.fake_tensor.FakeTensorMode": "following a step without memory",
-    "_subclasses.fake_tensor.unset_fake_temporarily": "following a step without memory",
-    "utils._python_dispatch.TorchDispatchMode": "following a step without memory",
-    "utils._python_dispatch._disable_current_modes": "following a step without memory",
-    "_C._profiler.ProfilerConfig": "asking kernels what they allocate",
-    "_C._autograd._enable_profiler_legacy": "asking kernels what they allocate",
-    "_C._autograd._disable_profiler_legacy": "asking kernels what they allocate",
-    "_C._get_mkldnn_enabled": "asking kernels what they allocate",
-}
-
-
-@cache
-def check_torch() -> None:
-    """Raise if this torch lacks what following a step or simulating a card needs."""
-    missing = [name for name in NEEDED if not has_name(name)]
-    if missing:
-        version = importlib.import_module("torch").__version__
-        raise UnsupportedTorchError(
-            f"torch {version} lacks what batchwright needs of it; it was run with torch {OLDEST} to {NEWEST}.",
-            details=[f"torch.{name}, for {NEEDED[name]}" for name in missing],
-            remedy=f"pip install 'torch>={OLDEST.removesuffix('.0')},<={NEWEST}'",
-        )
-
-
-def has_name(name: str) -> bool:
-    """Whether torch has a name: `utils._pytree.tree_map`, a module or what is in one.
-
-    >>> has_name("nn.Linear"), has_name("nn.no_such_layer")
-    (True, False)
-    """
-    here: object = importlib.import_module("torch")
-    path = "torch"
-    for part in name.split("."):
-        path = f"{path}.{part}"
-        if not hasattr(here, part):
-            try:
-                importlib.import_module(path)
-            except ImportError:
-                return False
-        here = getattr(here, part)
-    return True
-
-
-# Errors of Python's that pass through torch's own code while tensors are on the simulated device.
-#
-# On its way out of torch's engine an error meets guards that ask the device for its type, in Python, with the error
-# still
-# pending; Python then objects, in a place where nothing may be raised, and the process is ended. So the one who is
-# asked
-# takes the pending error aside. What comes out of torch is then an error about a missing error, and the one that was
-# taken is raised in its place.
+# Errors of Python's that pass through torch's own code while tensors are on the simulated device: on its way out of
+# torch's engine an error meets guards that ask the device for its type, in Python, with the error still pending. Python
+# then objects, in a place where nothing may be raised, and the process is ended. So the one who is asked takes the
+# pending error aside; what comes out of torch is an error about a missing error, and the one taken is raised instead.
 
 _taken: list[BaseException] = []
 

@@ -1,6 +1,7 @@
-"""Everything of torch that stands for a simulated run is put in here, by one object, and taken out again here.
+"""How names of torch are replaced for a simulated run: `TorchPatches` applies `Patch`es, and undoes them.
 
-Each file beside this one lists what it replaces as `Patch`es and applies nothing itself. `TorchPatches` applies them.
+The files beside this one list what they replace and apply nothing themselves. Replaces: threading.Thread.start, so that
+threads which a run starts are inside of it.
 
 Promises:
 - one run at a time: a second thread that wants to trace waits until the first is through;

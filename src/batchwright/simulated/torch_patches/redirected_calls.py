@@ -1,11 +1,17 @@
 """A step that names `cuda` runs on the simulated card: every call of torch that takes a device is led there.
 
+Replaces: torch.cuda.FloatTensor and its like, torch.compile, torch.nn.Module.compile, torch.nn.Module._apply. The rest
+is seen through a `TorchFunctionMode`, `RedirectedCalls`, and replaces nothing.
+
 Promises:
-- `device="cuda"`, `.cuda()`, `.to("cuda")`, `.to(0)` and `torch.device("cuda")` as a context lead to the target;
+- `device="cuda"`, `.cuda()`, `.to("cuda")`, `.to(0)`, `.type("torch.cuda.FloatTensor")` and `torch.device("cuda")` as a
+  context lead to the target;
 - a tensor on the card says of itself what one on a GPU says: `is_cuda`, `device` is `cuda:0`;
-- `.type("torch.cuda.FloatTensor")` leads there too (old_types.py);
-- indices that are lists, ranges or arrays work as on a GPU (python_indices.py);
-- `torch.tensor(..., device="cuda")`, which escapes fake tensors, is made on the host and moved.
+- indices that are lists, ranges or arrays work as on a GPU, and one index is told from several as torch does it; a
+  tensor of the host cannot be indexed with one of the card, as on CUDA;
+- `torch.tensor(..., device="cuda")`, which escapes fake tensors, is made on the host and moved;
+- where a module is moved, a parameter, gradient or buffer that is already there stays the very same, and any other is
+  moved within itself, so that an optimizer which holds it goes on holding it.
 """
 
 from __future__ import annotations
@@ -75,14 +81,8 @@ def typed(target: torch.device, tensor: torch.Tensor, dtype: Any = None, **optio
 
 
 # Indexing a tensor of the card with Python values: `y[:, [0, 2]]`, `y[[True, False]]`, `y[range(3)]`, numpy arrays.
-#
-# torch makes an index tensor of such a value on the device itself, past every mode, and on a simulated card nothing
-# can
+# torch makes an index tensor of such a value on the device itself, past every mode, and on a simulated card nothing can
 # be made that way. So the index is made here, on the host, and moved, which takes what it takes on CUDA.
-#
-# Promises:
-# - what torch takes for one index and what for several is told apart as torch does it;
-# - a tensor of the host cannot be indexed with one of the card, as on CUDA.
 
 _MASKS = (torch.bool, torch.uint8)
 # torch/csrc/autograd/python_variable_indexing.cpp: a sequence as long as this is always one index.
@@ -122,8 +122,8 @@ def _is_several(index: Any) -> bool:
 def _one_index(value: Any, target: torch.device) -> Any:
     if isinstance(value, torch.Tensor) or not _is_sequence(value):
         return value
-    made = torch.tensor(_numbers(value), device="cpu")
-    return (made if made.dtype in _MASKS else made.to(torch.int64)).to(target)
+    index = torch.tensor(_numbers(value), device="cpu")
+    return (index if index.dtype in _MASKS else index.to(torch.int64)).to(target)
 
 
 def _numbers(value: Any) -> Any:
@@ -134,13 +134,8 @@ def _numbers(value: Any) -> Any:
     return [_numbers(part) for part in value] if _is_sequence(value) else value
 
 
-# `model.cuda()`, `model.to("cuda")`, `model.half()` on fake parameters.
-#
-# torch swaps a fake parameter for the moved one, which it cannot while the trace watches the parameter.
-#
-# Promises:
-# - a parameter, gradient or buffer that is already there stays the very same;
-# - one that is not is moved within itself, so that an optimizer which holds it goes on holding it.
+# `model.cuda()`, `model.to("cuda")`, `model.half()`: torch swaps a fake parameter for the moved one, which it cannot
+# while the trace watches the parameter.
 
 
 def modules_move_in_place() -> Iterator[Patch]:
@@ -252,8 +247,8 @@ class RedirectedCalls(TorchFunctionMode):
         if func is torch.Tensor.type:
             return typed(self.target, *args, **kwargs)
         if func is torch.Tensor.new_tensor and is_on_card(args[0]):
-            made = torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype))
-            return made.to(self._led(kwargs.get("device", self.target))).requires_grad_(
+            tensor = torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype))
+            return tensor.to(self._led(kwargs.get("device", self.target))).requires_grad_(
                 kwargs.get("requires_grad", False)
             )
         if func in _INDEXED and self.target.type == NAME:

@@ -1,9 +1,18 @@
-"""What `torch.cuda` answers while a card is simulated: there is one, it is this one, and so much of it is taken.
+"""What torch says about CUDA while a card is simulated: there is one, it is this one, and so much of it is taken.
+
+Replaces: the names of `answers` in torch.cuda, torch.cuda.memory, torch.cuda.random and torch.accelerator (its memory
+too), and whatever else there asks the CUDA library; torch.version.cuda, torch.backends.cudnn.version, is_available and
+is_acceptable, torch.cuda.nccl.version, torch.cuda.nvtx; torch._C._cuda_get_cudnn_benchmark_limit, its setter and
+_get_accelerator; torch.Generator, Tensor.record_stream, FakeTensor.device, nn.DataParallel.forward; torch's autocast
+functions, and the types that optimizers take for their multi-tensor form.
 
 Promises:
-- questions (is there one, its name, its generation, what is taken) are answered for the simulated card;
+- questions (is there one, its name, its generation, what is taken) are answered for the simulated card; `torch.cuda`
+  and `torch.accelerator` ask one allocator;
 - what only orders work in time (streams, events, synchronize) does nothing, what cannot be simulated (graphs) is
   refused;
+- versions are those of a usual build, and read the same for every card;
+- a function of `torch.cuda` that would ask the library for something nobody answers is refused by its name;
 - torch is as it was afterwards.
 """
 
@@ -32,8 +41,6 @@ if TYPE_CHECKING:
     from batchwright.catalogue.cards import Card
     from batchwright.simulated.allocator.caching_allocator import CachingAllocator
 
-
-# What torch answers about the memory of a simulated card; `torch.cuda` and `torch.accelerator` ask one allocator.
 
 # As torch.cuda.memory_stats names them, and as the allocator does. No other stream ever uses a block here, so that
 # blocks are active as long as they are allocated.
@@ -83,35 +90,29 @@ def _free(card: Card, allocator: CachingAllocator) -> int:
 
 
 def _summary(card: Card, allocator: CachingAllocator) -> str:
-    told = "\n".join(f"{name}: {number:,}" for name, number in _memory_stats(allocator).items())
-    return f"{card.product}, simulated\n{told}"
+    lines = [f"{name}: {number:,}" for name, number in _memory_stats(allocator).items()]
+    return "\n".join([f"{card.product}, simulated", *lines])
 
 
 def _memory_stats(allocator: CachingAllocator) -> dict[str, int]:
-    found: dict[str, int] = {}
+    stats: dict[str, int] = {}
     for name, ours in _FAMILIES.items():
         counter = getattr(allocator.stats, ours)
-        found[f"{name}.all.current"], found[f"{name}.all.peak"] = counter.current, counter.peak
-        found[f"{name}.all.allocated"], found[f"{name}.all.freed"] = counter.risen, counter.fallen
-    return found | {name: getattr(allocator.stats, name) for name in _COUNTS}
+        stats[f"{name}.all.current"], stats[f"{name}.all.peak"] = counter.current, counter.peak
+        stats[f"{name}.all.allocated"], stats[f"{name}.all.freed"] = counter.risen, counter.fallen
+    return stats | {name: getattr(allocator.stats, name) for name in _COUNTS}
 
 
 def _nested(stats: dict[str, int]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for name, number in stats.items():
         *path, last = name.split(".")
-        place = found
+        place = nested
         for part in path:
             place = place.setdefault(part, {})
         place[last] = number
-    return found
+    return nested
 
-
-# What else of torch speaks for a CUDA library that is not there: versions, cuDNN, NCCL, `torch.accelerator`.
-#
-# Promises:
-# - versions are those of a usual build, and read the same for every card;
-# - a function of `torch.cuda` that would ask the library for something nobody answers is refused by its name.
 
 # The build whose wheels run on every card of the catalogue, from Volta to Blackwell.
 _CUDA, _CUDNN, _NCCL = "12.8", 91002, (2, 27, 5)
@@ -137,7 +138,7 @@ def library_answers(cuda: Mapping[str, Any]) -> Iterator[Patch]:
 
 def _of_accelerator(cuda: Mapping[str, Any]) -> Iterator[Patch]:
     accelerator: Any = torch.accelerator
-    told = {
+    replies = {
         **cuda,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "empty_host_cache": lambda: None,
@@ -146,9 +147,9 @@ def _of_accelerator(cuda: Mapping[str, Any]) -> Iterator[Patch]:
         "device_index": cuda["device"],
     }
     # What a card is capable of is put in other words there.
-    del told["get_device_capability"]
+    del replies["get_device_capability"]
     for place in (accelerator, getattr(accelerator, "memory", None)):
-        yield from (Patch(place, name, answer) for name, answer in told.items() if place and name in vars(place))
+        yield from (Patch(place, name, answer) for name, answer in replies.items() if place and name in vars(place))
 
 
 def _refusals(answered: Container[str]) -> Iterator[Patch]:
@@ -279,9 +280,9 @@ def answers(card: Card, allocator: CachingAllocator) -> dict[str, Any]:
 
 def answering_for(card: Card, allocator: CachingAllocator) -> Iterator[Patch]:
     """Have torch answer for a card."""
-    told = answers(card, allocator)
-    yield from library_answers(told)
-    for name, answer in told.items():
+    replies = answers(card, allocator)
+    yield from library_answers(replies)
+    for name, answer in replies.items():
         for place in (torch.cuda, torch.cuda.memory, torch.cuda.random):
             if hasattr(place, name):
                 yield Patch(place, name, answer)
@@ -315,11 +316,11 @@ def seen_device(true_device: Any) -> Callable[[Any], torch.device]:
     return seen
 
 
-def _meaning_the_card(asked: Callable[..., Any]) -> Callable[..., Any]:
+def _meaning_the_card(function: Callable[..., Any]) -> Callable[..., Any]:
     def ask(device_type: Any = "cuda", *args: Any) -> Any:
         if isinstance(device_type, bool):  # the old form: set_autocast_enabled(True)
-            return asked(NAME, device_type)
-        return asked(NAME if device_type == "cuda" else device_type, *args)
+            return function(NAME, device_type)
+        return function(NAME if device_type == "cuda" else device_type, *args)
 
     return ask
 
