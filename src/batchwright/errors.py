@@ -70,6 +70,12 @@ class CannotTraceError(BatchwrightError):
     """A step that needs real values, or an operator with no shape rule: it can be run, not predicted."""
 
 
+class MixedDevicesError(BatchwrightError, RuntimeError):
+    """A step that mixes tensors of the CPU with those of a simulated card: it names the line, as a real card does."""
+
+    exit_code = 3
+
+
 class StepFailedError(BatchwrightError):
     """The user's own code raised in a child process: the message is its traceback."""
 

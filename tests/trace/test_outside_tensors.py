@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import batchwright as bw
-from batchwright.errors import InvalidInputError
+from batchwright.errors import InvalidInputError, MixedDevicesError
 from tests.trace.test_trace import predicted, really
 
 
@@ -128,7 +128,7 @@ class TestOnASimulatedCard:
 
     @pytest.mark.parametrize("ask", [bw.estimate, bw.fit])
     def test_a_teacher_on_the_cpu_is_named_with_the_users_line(self, ask: Any) -> None:
-        with pytest.raises(InvalidInputError, match="mixes devices: aten") as caught:
+        with pytest.raises(MixedDevicesError, match="mixes devices: aten") as caught:
             ask(self.distil(nn.Linear(64, 64), moves=False), on="t4-16gb")
         message = str(caught.value)
         assert "target = held(batch)" in message
@@ -137,7 +137,7 @@ class TestOnASimulatedCard:
 
     def test_a_constant_on_the_cpu_is_refused_too(self) -> None:
         workload = make(loss=lambda model, batch: (model(batch) * torch.ones(64)).mean())
-        with pytest.raises(InvalidInputError, match=r"mixes devices: aten\.mul"):
+        with pytest.raises(MixedDevicesError, match=r"mixes devices: aten\.mul"):
             bw.estimate(workload, on="t4-16gb")
 
     def test_a_teacher_that_is_moved_is_followed_and_comes_back(self) -> None:

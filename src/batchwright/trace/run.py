@@ -3,7 +3,7 @@
 Promises:
 - what runs is the very function that a real probe runs, with fake parameters put in;
 - the random state, the grad mode and the default device come back as they were;
-- a step that needs real values ends in `CannotTraceError`, one that mixes CPU and card in `InvalidInputError`; both
+- a step that needs real values ends in `CannotTraceError`, one that mixes CPU and card in `MixedDevicesError`; both
   name the operator and the user's line.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from batchwright.device.step import DEFAULT_STEPS, PLAIN_STEP, StepSettings, handed_out, run_probe
-from batchwright.errors import CannotTraceError, InvalidInputError
+from batchwright.errors import CannotTraceError, MixedDevicesError
 from batchwright.simulated.operators.recurrent import packed_by_numbers
 from batchwright.simulated.ranks import simulated_ranks
 from batchwright.simulated.torch_patches.backend import NAME as SIMULATED
@@ -188,12 +188,12 @@ def _explaining(what: str) -> Iterator[None]:
     except RuntimeError as error:
         if _TWO_DEVICES.search(str(error)):
             operator = str(getattr(error, "func", "an operator")).removesuffix(".default")
-            raise InvalidInputError(
-                f"{what} mixes devices: {operator} has a tensor on the CPU beside one on the simulated card. A real "
-                "card refuses that too.",
+            raise MixedDevicesError(
+                f"{what} mixes devices: {operator} needs all tensors on the same device, and has one on the CPU beside "
+                "one on the simulated card.",
                 details=_place_of(error),
-                remedy="move what the step holds besides model and batch (a teacher, an EMA, a constant): "
-                "teacher.to(batch.device)",
+                remedy="move what the step holds besides model and batch (a teacher, an EMA, a constant), as on a real "
+                "card: teacher.to(batch.device)",
             ) from error
         if "TorchScript interpreter" not in str(error):
             raise
