@@ -122,7 +122,8 @@ class TestOnASimulatedCard:
             held = teacher.to(batch.device) if moves else teacher
             with torch.no_grad():
                 target = held(batch)
-            return (model(batch) - target).pow(2).mean()
+            difference: torch.Tensor = model(batch) - target
+            return difference.pow(2).mean()
 
         return make(loss=loss)
 

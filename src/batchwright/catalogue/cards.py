@@ -100,11 +100,11 @@ def find_card(name: str) -> Card:
       try: a100-40gb or a100-80gb
     """
     key = _key(name) if isinstance(name, str) else ""
-    found = _names().get(key, ())
-    if len(found) == 1:
-        return _cards()[found[0]]
-    if found:
-        raise InvalidInputError(f"the card {shortened(name)} comes in {len(found)} sizes.", remedy=_listed(found))
+    sizes = _names().get(key, ())
+    if len(sizes) == 1:
+        return _cards()[sizes[0]]
+    if sizes:
+        raise InvalidInputError(f"the card {shortened(name)} comes in {len(sizes)} sizes.", remedy=_listed(sizes))
     near: list[str] = []
     for match in difflib.get_close_matches(key, _names(), n=9, cutoff=0.5):
         near.extend(card for card in _names()[match] if card not in near)

@@ -143,9 +143,9 @@ def find_model(name: str) -> ModelShape:
     names = _names()
     key = _key(name) if isinstance(name, str) else ""
     # A checkpoint's full name is often typed with an organisation that the catalogue does not know.
-    found = names.get(key) or names.get(key.rsplit("/", 1)[-1])
-    if found is not None:
-        return _load()[found]
+    row = names.get(key) or names.get(key.rsplit("/", 1)[-1])
+    if row is not None:
+        return _load()[row]
     near: list[str] = []
     for match in difflib.get_close_matches(key, names, n=9, cutoff=0.5):
         if names[match] not in near:

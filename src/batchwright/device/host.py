@@ -229,7 +229,7 @@ def _available_bytes() -> int | None:
 
 def _cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
     """Return (limit, used) of each cgroup around this process that has a limit; of version 2 and of version 1."""
-    found = []
+    limits = []
     with suppress(OSError):
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -246,10 +246,10 @@ def _cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/c
                 with suppress(OSError, ValueError):
                     limit = int((place / limit_file).read_text())
                     if limit < 2**60:
-                        found.append((limit, int((place / used_file).read_text())))
+                        limits.append((limit, int((place / used_file).read_text())))
                 if place == base:
                     break
-    return found
+    return limits
 
 
 # A later process takes a little more than a probe of two steps saw: what its heaps had free at the start differs, and a

@@ -12,7 +12,7 @@ import gc
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from batchwright.device.out_of_memory import find_rule, is_too_small
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-# How often torch.compile compiled, and how long that took: no part of what a step costs.
-
 # Forward graphs, and backward graphs that are compiled when the first backward runs. Names as of torch 2.13; where
 # they change, the count stays right and the time is no longer taken off.
 _STAGES = ("_compile.compile_inner", "backward._backward_impl")
@@ -33,7 +31,7 @@ _STAGES = ("_compile.compile_inner", "backward._backward_impl")
 
 @dataclass(frozen=True)
 class Compilations:
-    """Graphs compiled in this process and the seconds they took.
+    """Graphs compiled in this process and the seconds they took: no part of what a step costs.
 
     >>> Compilations(3, 2.5) - Compilations(1, 0.5)
     Compilations(count=2, seconds=2.0)
@@ -123,12 +121,9 @@ class Outcome:
         >>> Outcome.from_dict(ran.to_dict()) == ran
         True
         """
-        told = dict(data)
-        told["verdict"] = told.pop("outcome")
-        del told["samples_per_second"]
-        told["doubt"] = told["doubt"] or ""
-        told["peak_bytes"] = PeakBytes(**told["peak_bytes"]) if told["peak_bytes"] else None
-        return Outcome(**told)
+        fields = {key: value for key, value in data.items() if key not in ("outcome", "samples_per_second")}
+        fields["peak_bytes"] = PeakBytes(**data["peak_bytes"]) if data["peak_bytes"] else None
+        return Outcome(**{**fields, "verdict": data["outcome"], "doubt": data["doubt"] or ""})
 
 
 def judge(
@@ -145,30 +140,33 @@ def judge(
     """
     start = time.perf_counter()
     compiled_before = Compilations.so_far()
-    verdict: Verdict = "fits"
-    told: dict[str, Any] = {}
+    outcome = Outcome(micro_batch, dict(shape), "fits", None, 0.0, accumulation=accumulation)
     try:
-        told["step_seconds"] = run()[-1]
+        outcome = replace(outcome, step_seconds=run()[-1])
     except BatchwrightError:
         raise
     except Exception as error:
         rule = find_rule(error)
-        told["error"] = "".join(traceback.format_exception_only(error)).strip()
+        message = "".join(traceback.format_exception_only(error)).strip()
         if rule is not None:
-            verdict = "out_of_memory"
-            told.update(rule=rule.name, doubt=rule.doubt)
+            outcome = replace(outcome, verdict="out_of_memory", error=message, rule=rule.name, doubt=rule.doubt)
         else:
-            verdict = "failed"
-            told.update(traceback=users_traceback_text(error), exception=error, is_too_small=is_too_small(error))
+            outcome = replace(
+                outcome,
+                verdict="failed",
+                error=message,
+                is_too_small=is_too_small(error),
+                traceback=users_traceback_text(error),
+                exception=error,
+            )
         _forget_locals(error)
     compiled = Compilations.so_far() - compiled_before
     seconds = max(0.0, time.perf_counter() - start - compiled.seconds)
-    held = peak()
+    peak_bytes = peak()
     # Outside the except block, where the traceback no longer holds the failed step's tensors; models are often in
     # reference cycles, so counting references alone does not free them.
     gc.collect()
-    told["num_compilations"] = compiled.count
-    return Outcome(micro_batch, dict(shape), verdict, held, seconds, accumulation=accumulation, **told)
+    return replace(outcome, peak_bytes=peak_bytes, seconds=seconds, num_compilations=compiled.count)
 
 
 def _forget_locals(error: BaseException | None) -> None:

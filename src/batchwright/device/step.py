@@ -1,4 +1,17 @@
-"""A probe on any device: the same full steps, watched by the device that runs them."""
+"""What one probe runs: a few full steps at one size, the same on every device, watched by the device that runs them.
+
+Promises:
+- the real probe and the memory trace run the same function, `run_probe`; they differ only in the device, in how the
+  model is built and in who observes the phases;
+- a mistake in the user's code propagates untouched, with its own traceback; a workload that cannot be right (a loss
+  that is no scalar, a batch that ignores its size, an optimizer over nothing, a step that trains nothing) is an
+  `InvalidInputError` that says what to change: without it everything would seem to fit;
+- nothing of a step is kept alive into the next one but weights and optimizer state;
+- the user's functions are called inside of `untouched` only, which gives back what is theirs; a model comes back
+  without a hook of ours;
+- what a function of the user's hands out and somebody else holds, too (`model=lambda: model`), is kept before anything
+  is done with it; what it builds anew is nobody's, and costs neither a copy nor, as a rule, a second call.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +40,6 @@ if TYPE_CHECKING:
 
     from batchwright.device.outcome import Outcome
     from batchwright.workload import Workload
-
-
-# A step that cannot be right is refused: a loss that cannot be trained on, or a step that did nothing.
-#
-# Promises:
-# - each refusal is an `InvalidInputError` that says what to change; without it everything would seem to fit;
-# - a model comes back without a hook of ours.
 
 
 def scalar_loss(loss: Any) -> torch.Tensor:
@@ -94,7 +100,7 @@ def check_that_something_trains(optimizers: Sequence[Any]) -> None:
 
 
 @contextlib.contextmanager
-def needing_larger_micro_batches(asked: str) -> Iterator[None]:
+def needing_larger_micro_batches(split: str) -> Iterator[None]:
     """Say by which split batch normalization got a single value per channel: one sample has no spread."""
     try:
         yield
@@ -102,7 +108,7 @@ def needing_larger_micro_batches(asked: str) -> Iterator[None]:
         if isinstance(error, InvalidInputError) or not is_too_small(error):
             raise
         raise InvalidInputError(
-            f"{asked} has micro-batches that are too small for batch normalization in training mode.",
+            f"{split} has micro-batches that are too small for batch normalization in training mode.",
             details=[str(error)],
             remedy="micro-batches of 2 samples or more; or GroupNorm, or frozen statistics (module.eval())",
         ) from error
@@ -133,28 +139,21 @@ def must_be_called(model: nn.Module) -> Iterator[None]:
         )
 
 
-# Calls a function of the user's that hands out a model, an optimizer or a scaler.
-#
-# Promises:
-# - what it hands out and somebody else holds, too (`model=lambda: model`), is kept before anything is done with it;
-# - what it builds anew is nobody's, and costs neither a copy nor, as a rule, a second call.
-
-
 def handed_out(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what the function does."""
+    """Call a function of the user's that hands out a model, an optimizer or a scaler, and return what it does."""
     keep = current_keep()
     if keep.knows_builder(function):
         return function(*arguments)
     # Under a trace no number is drawn for real.
     sources = {} if torch._C._len_torch_dispatch_stack() else random_sources(None)
-    made = [function(*arguments)]
-    shared = [thing for thing in _each(made[0]) if keep.state.has_met(thing)]
+    returned = [function(*arguments)]  # in a list, so that no name of this frame counts as a holder
+    shared = [thing for thing in _as_list(returned[0]) if keep.state.has_met(thing)]
     for thing in shared:
         keep.keep_live(thing)
-    if len(shared) == len(_each(made[0])) or _are_ours_alone(made):
-        return made[0]
+    if len(shared) == len(_as_list(returned[0])) or _are_ours_alone(returned):
+        return returned[0]
     del shared
-    things = _each(made.pop())
+    things = _as_list(returned.pop())
     alive = survivors(things)
     for thing in alive:
         keep.keep_live(thing)
@@ -165,32 +164,22 @@ def handed_out(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def _each(made: Any) -> list[Any]:
-    return list(made) if isinstance(made, list | tuple) else [made]
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _are_ours_alone(made: list[Any]) -> bool:
+def _are_ours_alone(returned: list[Any]) -> bool:
     """Whether nothing but what was returned refers to the objects; one that refers to itself seems shared."""
-    return all(count <= _ALONE for count in _references(made))
+    return all(count <= _ALONE for count in _references(returned))
 
 
-def _references(made: list[Any]) -> list[int]:
-    inside = made[0] if isinstance(made[0], list | tuple) else made
+def _references(returned: list[Any]) -> list[int]:
+    inside = returned[0] if isinstance(returned[0], list | tuple) else returned
     return [sys.getrefcount(thing) for thing in inside]
 
 
 _ALONE = _references([object()])[0]
 
-
-# What one probe runs: a few full steps at one size, the same on every device.
-#
-# Promises:
-# - the real probe and the memory trace run this very function; they differ only in the device, in how the model
-#   is built and in who observes the phases;
-# - a mistake in the user's code propagates untouched, with its own traceback; a workload that cannot be right (a
-#   loss that is no scalar, a batch that ignores its size, an optimizer over nothing) is an `InvalidInputError`;
-# - nothing of a step is kept alive into the next one but weights and optimizer state;
-# - the user's functions are called inside of `untouched` only, which gives back what is theirs.
 
 PHASES = ("build", "batch", "forward", "backward", "optimizer", "generate", "evaluate", "done")
 
@@ -298,8 +287,7 @@ def build_optimizers(workload: Workload, model: nn.Module) -> tuple[Any, ...]:
             "the optimizer has no parameters: none of the model's parameters requires a gradient.",
             remedy="unfreeze what is to be trained, or leave out optimizer= for inference only",
         )
-    made = handed_out(workload.optimizer, _what_it_takes(workload.optimizer, model))
-    optimizers = tuple(made) if isinstance(made, list | tuple) else (made,)
+    optimizers = tuple(_as_list(handed_out(workload.optimizer, _what_it_takes(workload.optimizer, model))))
     for optimizer in optimizers:
         if not all(hasattr(optimizer, name) for name in ("step", "zero_grad", "param_groups")):
             raise InvalidInputError(

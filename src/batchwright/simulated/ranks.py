@@ -38,7 +38,7 @@ from batchwright.simulated.torch_patches.patches import Patch, applied, undone
 from batchwright.simulated.torch_patches.torch_cuda import seen_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 
 # Meshes of ranks are made of real numbers: a mesh reads where this rank stands in it, and fake tensors have no values.
@@ -69,8 +69,9 @@ def _seen_type(true_type: Callable[[Any], str]) -> Callable[[Any], str]:
     """Have a mesh say of its devices what its tensors say of theirs: cuda to a step, the truth in a backward pass."""
 
     def seen(mesh: Any) -> str:
-        told = true_type(mesh)
-        return NAME if told == "cuda" and not torch._C._is_torch_function_mode_enabled() else told
+        device_type = true_type(mesh)
+        is_truth_wanted = device_type == "cuda" and not torch._C._is_torch_function_mode_enabled()
+        return NAME if is_truth_wanted else device_type
 
     return seen
 
@@ -142,7 +143,7 @@ def _refused_call(called: str, remedy: str) -> Callable[..., None]:
 _REDUCE = ("aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum")
 
 
-def on_shards(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], dispatch: Callable[..., Any]) -> Any:
+def on_shards(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], dispatch: Callable[..., Any]) -> Any:
     """Dispatch a multi-tensor operator on the shards; NotImplemented where it is none, or not element by element."""
     name: str = func._schema.name  # type: ignore[attr-defined]
     if not name.startswith("aten::_foreach_") or name in _REDUCE or not args:
@@ -152,14 +153,14 @@ def on_shards(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], dispa
         return NotImplemented
     if not all(_is_sharded_as(value, first) for value in (*args, *kwargs.values())):
         return NotImplemented
-    made = dispatch(
+    results = dispatch(
         func, (), tuple(map(_local_shards, args)), {key: _local_shards(value) for key, value in kwargs.items()}
     )
     if name.endswith("_"):
-        return made  # in place: the shards are changed
-    if not isinstance(made, list | tuple) or len(made) != len(first):
+        return results  # in place: the shards are changed
+    if not isinstance(results, list | tuple) or len(results) != len(first):
         return NotImplemented
-    return [DTensor(shard, given._spec, requires_grad=False) for shard, given in zip(made, first, strict=True)]
+    return [DTensor(shard, given._spec, requires_grad=False) for shard, given in zip(results, first, strict=True)]
 
 
 def _is_plain(tensor: DTensor) -> bool:

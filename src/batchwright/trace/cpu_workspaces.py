@@ -35,12 +35,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 
-# What the fused attention of the CPU holds while it runs: a tile per thread, and a gradient put into its own order.
-#
-# Each thread works on a tile of queries by keys. Its size follows from the lengths and the type alone, so the bytes
-# are
-# a formula; it was read off torch 2.13.0's allocations (tests/trace/test_attention_workspace.py compares them). Where
-# oneDNN multiplies the tiles, its scratch comes on top and the kernel is asked instead (`asked_kernels`).
+# The fused attention of the CPU works on a tile of queries by keys in each thread. A tile's size follows from the
+# lengths and the type alone, so the bytes are a formula, read off torch 2.13.0's allocations
+# (tests/trace/test_attention_workspace.py compares them). Where oneDNN multiplies the tiles, its scratch comes on top
+# and the kernel is asked instead.
 
 _aten = torch.ops.aten
 FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -232,7 +230,7 @@ def allocations_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | N
     while True:
         small = question.shrunk(lengths, budget)
         if small == lengths:
-            return question.asked(lengths)
+            return question.allocations(lengths)
         extended = _extended(question, small, lengths)
         if extended is not None:
             return extended
@@ -253,7 +251,7 @@ def _extended(question: _Question, small: tuple[int, ...], real: tuple[int, ...]
 
     corners = [smaller({i: below[i] for i in lower}) for lower in _subsets(shrunk)]
     sizes = [*corners, *(smaller({i: far_below[i]}) for i in shrunk)]
-    recorded = dict(zip(sizes, map(question.asked, sizes), strict=True))
+    recorded = dict(zip(sizes, map(question.allocations, sizes), strict=True))
     if len({tuple(num_bytes > 0 for num_bytes in events) for events in recorded.values()}) > 1:
         if question.func in _ALWAYS:
             return None
@@ -414,7 +412,7 @@ class _Question:
             below *= 2
         return below + remainder if below + remainder < length else length
 
-    def asked(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    def allocations(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
         """What the kernel allocates at these lengths."""
         new_lengths: dict[tuple[int | str, int], int] = {}
         for extent, length, real in zip(self._extents(), lengths, self.lengths(), strict=True):

@@ -96,7 +96,7 @@ class FakeParts:
             # Counters of steps are read by value, and are on the host whatever trains.
             if isinstance(tensor, torch.Tensor) and tensor.dim() > 0 and id(tensor) not in self._replaced
         ]
-        made = self._make_fakes(in_state)
+        fakes = self._make_fakes(in_state)
         for value in state.values:
             # No deeper: what is not kept would not be put back.
             if type(value) in CONTAINERS:
@@ -105,7 +105,7 @@ class FakeParts:
             with suppress(ValueError):  # an empty one
                 if (fake := self._replaced_or_same(cell.cell_contents)) is not cell.cell_contents:
                     cell.cell_contents = fake
-        return made
+        return fakes
 
     def _replace(self, original: Any, fake: Any) -> None:
         self._originals.append(original)
@@ -113,7 +113,7 @@ class FakeParts:
 
     def _make_fakes(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         storages: dict[int, torch.Tensor] = {}
-        made: list[torch.Tensor] = []
+        fakes: list[torch.Tensor] = []
         chosen = [t for t in {id(tensor): tensor for tensor in tensors}.values() if _can_be_faked(t)]
         num_users = Counter(tensor.untyped_storage()._cdata for tensor in chosen)
         for tensor in chosen:
@@ -131,8 +131,8 @@ class FakeParts:
                 else:
                     fake.requires_grad_(tensor.requires_grad)
             self._replace(tensor, fake)
-            made.append(fake)
-        return made
+            fakes.append(fake)
+        return fakes
 
     def _put_into(self, value: Any, met: dict[int, Any]) -> None:
         """Replace originals in an object, and in the containers and objects that it leads to."""
@@ -179,18 +179,18 @@ def _can_be_faked(tensor: torch.Tensor) -> bool:
 
 def _tensors_of(module: nn.Module, *, without: Container[int]) -> list[torch.Tensor]:
     """Parameters, buffers, and tensors that a module holds as plain attributes; not those of modules left out."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for part in module.modules():
         if id(part) in without:
             continue
-        found += [p for p in part._parameters.values() if p is not None]
-        found += [b for b in part._buffers.values() if b is not None]
+        tensors += [p for p in part._parameters.values() if p is not None]
+        tensors += [b for b in part._buffers.values() if b is not None]
         held = [
             value for name, value in vars(part).items() if not name.startswith("_") or isinstance(value, torch.Tensor)
         ]
         # Also in lists and dicts: caches, tables, precomputed masks.
-        found += [tensor for tensor in tree_iter(held) if isinstance(tensor, torch.Tensor)]
-    return found
+        tensors += [tensor for tensor in tree_iter(held) if isinstance(tensor, torch.Tensor)]
+    return tensors
 
 
 def _first_line(error: BaseException) -> str:

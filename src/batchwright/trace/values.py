@@ -320,9 +320,9 @@ def answer(
     def fake(result: Any) -> Any:
         if not isinstance(result, torch.Tensor):
             return result
-        made = like.new_empty_strided(result.size(), result.stride(), dtype=result.dtype)
-        values.learn_result(made, result)
-        return made
+        stand_in = like.new_empty_strided(result.size(), result.stride(), dtype=result.dtype)
+        values.learn_result(stand_in, result)
+        return stand_in
 
     return tree_map(fake, real)
 
@@ -511,9 +511,9 @@ class Routing:
         taken, choices = self._counts.get(_key(mask)), self._choices.get(_key(mask))
         if taken is not None:
             self.was_assumed = True
-            found = mask.new_empty((taken, 1), dtype=torch.int64)
-            self._values.learn(found, lambda: torch.arange(taken).unsqueeze(1))
-            return found
+            positions = mask.new_empty((taken, 1), dtype=torch.int64)
+            self._values.learn(positions, lambda: torch.arange(taken).unsqueeze(1))
+            return positions
         if choices is None:
             return None
         self.was_assumed = True

@@ -45,46 +45,46 @@ class Attention:
     """Whether the last dimension of all three is contiguous."""
 
 
-def choose_attention(card: Card, asked: Attention) -> str:
+def choose_attention(card: Card, call: Attention) -> str:
     """Return the kernel that runs.
 
     >>> from batchwright.catalogue.cards import find_card
-    >>> asked = Attention(torch.bfloat16, 64, 64, 12, 12)
-    >>> choose_attention(find_card("a100-40gb"), asked), choose_attention(find_card("v100-16gb"), asked)
+    >>> call = Attention(torch.bfloat16, 64, 64, 12, 12)
+    >>> choose_attention(find_card("a100-40gb"), call), choose_attention(find_card("v100-16gb"), call)
     ('flash', 'math')
     """
     backends = torch.backends.cuda
     # cuDNN's kernel alone, where somebody has switched the others off, keeps what flash keeps.
     fused = backends.flash_sdp_enabled() or (backends.cudnn_sdp_enabled() and not backends.math_sdp_enabled())
-    if fused and _flash_can(card, asked):
+    if fused and _flash_can(card, call):
         return FLASH
-    if backends.mem_efficient_sdp_enabled() and _efficient_can(card, asked):
+    if backends.mem_efficient_sdp_enabled() and _efficient_can(card, call):
         return EFFICIENT
     if not backends.math_sdp_enabled():
         raise RuntimeError(f"No available kernel. Aborting execution. (attention on {card.product}, simulated)")
     return MATH
 
 
-def _flash_can(card: Card, asked: Attention) -> bool:
+def _flash_can(card: Card, call: Attention) -> bool:
     return (
         card.capability >= _AMPERE
-        and asked.dtype in _HALF
-        and not asked.has_mask
-        and asked.is_dense
-        and asked.head_dim == asked.value_head_dim <= _LARGEST_FLASH_HEAD
-        and _heads_go(asked, allows_groups=True)
+        and call.dtype in _HALF
+        and not call.has_mask
+        and call.is_dense
+        and call.head_dim == call.value_head_dim <= _LARGEST_FLASH_HEAD
+        and _heads_go(call, allows_groups=True)
     )
 
 
-def _efficient_can(card: Card, asked: Attention) -> bool:
+def _efficient_can(card: Card, call: Attention) -> bool:
     dtypes = (torch.float32, *_HALF) if card.capability >= _AMPERE else (torch.float32, torch.float16)
-    alignment = _alignment(card, asked.dtype)
+    alignment = _alignment(card, call.dtype)
     return (
-        asked.dtype in dtypes
-        and not asked.mask_needs_grad
-        and asked.is_dense
-        and asked.head_dim % alignment == asked.value_head_dim % alignment == 0
-        and _heads_go(asked, allows_groups=False)
+        call.dtype in dtypes
+        and not call.mask_needs_grad
+        and call.is_dense
+        and call.head_dim % alignment == call.value_head_dim % alignment == 0
+        and _heads_go(call, allows_groups=False)
     )
 
 
@@ -95,10 +95,10 @@ def _alignment(card: Card, dtype: torch.dtype) -> int:
     return 4 if card.capability >= _AMPERE else 1
 
 
-def _heads_go(asked: Attention, *, allows_groups: bool) -> bool:
-    if asked.query_heads == asked.key_heads:
+def _heads_go(call: Attention, *, allows_groups: bool) -> bool:
+    if call.query_heads == call.key_heads:
         return True
-    return allows_groups and asked.enable_gqa and asked.query_heads % asked.key_heads == 0
+    return allows_groups and call.enable_gqa and call.query_heads % call.key_heads == 0
 
 
 _aten = torch.ops.aten
@@ -135,7 +135,7 @@ def _attend(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     assert CurrentCard.card is not None, "attention on the simulated card runs only while one is simulated"
-    asked = Attention(
+    call = Attention(
         query.dtype,
         query.shape[-1],
         value.shape[-1],
@@ -146,7 +146,7 @@ def _attend(
         enable_gqa=enable_gqa,
         is_dense=all(t.stride(-1) == 1 for t in (query, key, value)),
     )
-    chosen = choose_attention(CurrentCard.card, asked) if query.dim() == 4 else "math"
+    chosen = choose_attention(CurrentCard.card, call) if query.dim() == 4 else "math"
     if chosen == FLASH:
         return _flash(query, key, value, dropout_p, is_causal, scale)
     mask = _additive(attn_mask, query.dtype)
@@ -172,8 +172,8 @@ def _flash(
     if missing:
         scale = head_dim**-0.5 if scale is None else scale
         query, key, value = (pad(t, (0, missing)) for t in (query, key, value))
-    found = _first(_aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale))
-    return found[..., :head_dim] if missing else found
+    out = _first(_aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale))
+    return out[..., :head_dim] if missing else out
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -193,6 +193,6 @@ def _expanded(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor)
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-def _first(found: Any) -> torch.Tensor:
-    first: torch.Tensor = found[0]
+def _first(results: Any) -> torch.Tensor:
+    first: torch.Tensor = results[0]
     return first

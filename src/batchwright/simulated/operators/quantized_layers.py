@@ -128,9 +128,9 @@ class FourBitLinear(_FourBit):
             return x.new_empty((*x.shape[:-1], self.out_features))
         # Unpacked, and then shifted into a second tensor: both stay until the product is made.
         scales = self.whole_scales(), self.whole_scales()
-        made = functional.linear(x, self.whole_weight(x.dtype), bias)
+        product = functional.linear(x, self.whole_weight(x.dtype), bias)
         del scales
-        return made
+        return product
 
 
 class _FourBitProduct(torch.autograd.Function):
@@ -197,8 +197,8 @@ class FourBitEmbedding(_FourBit):
         rows = functional.embedding(tokens, self.weight.view(self.num_embeddings, -1))
         scales = functional.embedding(tokens, self.scales.view(self.num_embeddings, -1))
         self.scales.clone()  # the state of the weight is copied whole, and its scales replaced by those of the rows
-        made = torch.empty(*tokens.shape, self.embedding_dim, dtype=self.unpacked_dtype, device=rows.device)
-        out = made.to(self.dtype)
+        unpacked = torch.empty(*tokens.shape, self.embedding_dim, dtype=self.unpacked_dtype, device=rows.device)
+        out = unpacked.to(self.dtype)
         del rows, scales
         return out
 
@@ -215,8 +215,8 @@ class EightBitEmbedding(_Quantized):
         """Return the rows that are asked for."""
         rows = functional.embedding(tokens, self.weight.view(self.shape))
         scales = functional.embedding(tokens, self.scales.view(-1, 1))
-        made = rows * (scales / 127.0)
-        return made.to(self.dtype)
+        unpacked = rows * (scales / 127.0)
+        return unpacked.to(self.dtype)
 
 
 def _bytes(number: int, device: torch.device) -> torch.Tensor:

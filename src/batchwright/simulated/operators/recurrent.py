@@ -297,13 +297,13 @@ class _Recurrent(torch.autograd.Function):
         of_input = _made_by_step(x, x.shape[-1], ctx.batch_first)
         of_states = [torch.empty_like(state) for state in states]
         del copies
-        made = (of_input if ctx.needs_input_grad[5] else None, *of_states)
+        of_inputs = (of_input if ctx.needs_input_grad[5] else None, *of_states)
         if not any(ctx.needs_input_grad[6 + ctx.num_states :]):
-            return (*[None] * 5, *made, *[None] * len(params))
+            return (*[None] * 5, *of_inputs, *[None] * len(params))
         copied = _by_step(x, ctx.batch_first)
         # The gradients of all weights are one piece, as the weights are; each parameter gets its part of it.
         flat = x.new_empty(sum(weight.numel() for weight in params))
         parts = flat.split([weight.numel() for weight in params])
         of_weights = [part.view(weight.shape) for part, weight in zip(parts, params, strict=True)]
         del copied, given
-        return (*[None] * 5, *made, *of_weights)
+        return (*[None] * 5, *of_inputs, *of_weights)
