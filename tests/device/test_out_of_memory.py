@@ -95,6 +95,7 @@ KNOWN: list[tuple[str, Exception]] = [
     ("xpu-resources", RuntimeError("UR backend failed. UR backend returns:40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)")),
     ("xpu-resources", RuntimeError("Native API failed. Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES)")),
     ("onednn-primitive", RuntimeError("could not create a primitive")),
+    ("onednn-primitive", RuntimeError("could not execute a primitive")),
     ("onednn-memory", RuntimeError("could not create a memory object")),
     ("mkl-memory", RuntimeError("MKL FFT error: Intel oneMKL DFTI ERROR: Not enough memory to allocate")),
     ("library", RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")),
