@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from batchwright.catalogue.cards import Card, context_of, find_card
-from batchwright.memory import all_cards as every_card
+from batchwright.memory import estimate as every_card
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,10 +13,10 @@ from torch import nn
 import batchwright as bw
 from batchwright.catalogue.cards import Card, context_of, find_card
 from batchwright.errors import CannotTraceError, InvalidInputError, NothingFitsError
-from batchwright.memory import all_cards as every_card
+from batchwright.memory import estimate as every_card
 from batchwright.memory import on_card
-from batchwright.memory.all_cards import EveryCard, estimate_every_card
-from batchwright.memory.estimate_result import PARTS
+from batchwright.memory.estimate import estimate_every_card
+from batchwright.memory.estimate_result import PARTS, EveryCard
 from tests.device.workloads import make_linear, make_mlp, mean_square
 
 CARD = "a100-40gb"

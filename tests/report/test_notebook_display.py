@@ -14,7 +14,7 @@ from torch import nn
 import batchwright as bw
 from batchwright.integrations.transformers.exact_loss import ExactLoss
 from batchwright.integrations.transformers.heads import HeadCheck
-from batchwright.memory.all_cards import estimate_every_card
+from batchwright.memory.estimate import estimate_every_card
 from batchwright.noise.critical_batch import CriticalBatch
 from batchwright.noise.learning_rate_change import learning_rate_change
 from batchwright.noise.noise_run import measure_noise

@@ -83,8 +83,7 @@ def _traced(target: str, options: dict[str, Any], given: set[str]) -> Any:
         raise InvalidInputError(
             "--on all asks every card by itself: --max, --memory, --what-if, --snapshot and --calibrate have no say."
         )
-    from batchwright.memory.all_cards import estimate_every_card
-    from batchwright.memory.estimate import estimate
+    from batchwright.memory.estimate import estimate, estimate_every_card
     from batchwright.report.display import Progress
     from batchwright.targets import load_workload
 

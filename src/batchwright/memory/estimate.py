@@ -1,9 +1,11 @@
-"""`estimate`: the peak memory of a step, predicted by tracing it on tensors that have no memory.
+"""`estimate`: the peak memory of a step, predicted by tracing it on tensors without memory; on one card, or on all.
 
 Promises:
 - the number is traced at the size asked for, never extrapolated from another;
 - two steps are traced, because optimizer state appears in the first and counts from the second;
-- the largest micro-batch for a budget is traced too, and so is the next one, which does not fit.
+- the largest micro-batch for a budget is traced too, and so is the next one, which does not fit;
+- on all cards, those whose kernels are alike share their traces, and each is asked with its own memory. The largest
+  micro-batch is then the largest whose peak has room to spare: `estimate --on CARD --max` may find one or two more.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchwright.catalogue.cards import all_cards
 from batchwright.device.step import StepSettings
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import Breakdown, break_down, parts_at_the_same_moment
-from batchwright.memory.estimate_result import PARTS, Estimate
+from batchwright.memory.estimate_result import PARTS, CardRow, Estimate, EveryCard
 from batchwright.memory.largest import largest_within
 from batchwright.memory.on_card import (
     CardsAlike,
@@ -31,7 +34,8 @@ from batchwright.memory.on_card import (
     upper_on_card,
 )
 from batchwright.memory.what_if import what_if_savings
-from batchwright.state.untouched import leaves_untouched
+from batchwright.simulated.card import kernels_of
+from batchwright.state.untouched import leaves_untouched, untouched
 from batchwright.trace.run import Traced, check_batches, trace_workload
 from batchwright.units import PeakBytes, format_bytes, parse_bytes, shortened, whole_number
 from batchwright.user_files import check_place
@@ -39,6 +43,7 @@ from batchwright.user_files import check_place
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from batchwright.catalogue.cards import Card
     from batchwright.simulated.allocator.settings import AllocatorSettings
     from batchwright.workload import Workload
 
@@ -171,6 +176,45 @@ def estimate(
         savings=savings,
         fits=fits,
     )
+
+
+def estimate_every_card(
+    workload: Workload,
+    *,
+    micro_batch: int = 1,
+    shape: Mapping[str, Any] | None = None,
+    accumulation: int = 1,
+    clip_norm: float | None = None,
+    routing: str = "balanced",
+    devices: int = 1,
+    allocator: str | AllocatorSettings | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> EveryCard:
+    """Ask every card of the catalogue; arguments as those of `estimate`."""
+    say = progress or (lambda _: None)
+    step = StepSettings(shape or {}, accumulation, clip_norm, routing, devices)
+    check_ranks(workload, devices, is_card=True)
+    check_shape(workload, step.shape)
+    check_batches(workload, step.shape)
+    settings = read_settings(allocator)
+    cap = LARGEST_MICRO_BATCH if workload.data is None else max(1, len(workload.data))
+    alike: dict[Any, CardsAlike] = {}
+    rows = []
+    with untouched(workload, is_traced=True), without_torchs_own_log():
+        for card in sorted(all_cards(), key=lambda card: (card.total_bytes, card.name)):
+            place = OnCard(workload, card, settings, step)
+            kind = alike.setdefault(kernels_of(card), CardsAlike(place, cap, say))
+
+            def traced(size: int, kind: CardsAlike = kind, card: Card = card) -> Traced:
+                return kind.traced(size, card)
+
+            try:
+                largest = place.largest(traced, cap=cap, to_the_last=False)
+            except NothingFitsError:
+                largest = None
+            run = traced(micro_batch)
+            rows.append(CardRow(card.name, card.total_bytes, place.fits(run), device_peak(run), largest))
+    return EveryCard(workload.name, micro_batch, tuple(sorted(rows, key=lambda row: (not row.fits, row.total_bytes))))
 
 
 def _largest_on(place: OnCard, traced: Callable[[int], Traced], cap: int, say: Callable[[str], None]) -> int:

@@ -1,4 +1,4 @@
-"""`Estimate`: what a step needs in memory, its parts, and the moment of the peak.
+"""`Estimate`: what a step needs in memory, its parts, and the moment of the peak; `EveryCard`: which cards take it.
 
 Promises:
 - the parts are those alive at the moment of the peak, so they sum to it;
@@ -120,3 +120,48 @@ class Estimate(PrintedResult):
         from batchwright.report.text.memory_text import estimate_columns, estimate_remarks, summarize_estimate
 
         return table_to_html(summarize_estimate(self), estimate_columns(self), estimate_remarks(self))
+
+
+@dataclass(frozen=True)
+class CardRow:
+    """One card: does the micro-batch asked for run there, and what is the largest that does."""
+
+    card: str
+    total_bytes: int
+    fits: bool
+    device_bytes: int
+    """What the micro-batch asked for takes of the card, context and all."""
+    max_micro_batch: int | None
+    """None where not even 1 runs."""
+
+
+@dataclass(frozen=True, repr=False)
+class EveryCard(PrintedResult):
+    """The cards of the catalogue, the smallest that takes the step first."""
+
+    in_repr = ("name", "micro_batch", "fits")
+
+    name: str
+    micro_batch: int
+    rows: tuple[CardRow, ...]
+    source: str = "predicted"
+
+    @property
+    def fits(self) -> bool:
+        """Whether any card takes the micro-batch asked for."""
+        return any(row.fits for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer as plain data, the same as `batchwright estimate --on all --json` prints."""
+        return {"schema": 1, **asdict(self), "rows": [asdict(row) for row in self.rows]}
+
+    def __rich__(self) -> RenderableType:
+        from batchwright.report.text.memory_text import draw_cards
+
+        return draw_cards(self)
+
+    def _repr_html_(self) -> str:
+        from batchwright.report.display import table_to_html
+        from batchwright.report.text.memory_text import cards_columns, summarize_cards
+
+        return table_to_html(summarize_cards(self), cards_columns(self), ())

@@ -1,14 +1,17 @@
-"""Batches of a traced step: made for real on the host, handed to the step as tensors without memory.
+"""What comes into a traced step from the host: batches, and real tensors that the step reads besides.
 
-Datasets, collate functions, PIL, numpy, random draws and `.item()` run as they would in training; only what comes out
-is made fake, and its values stay known to the trace.
+Batches are made for real on the host, and handed to the step as tensors without memory. Datasets, collate functions,
+PIL, numpy, random draws and `.item()` run as they would in training; only what comes out is made fake, and its values
+stay known to the trace.
 
 Promises:
 - a batch that names the card (`device="cuda"`) is made on the host and counted on the card;
 - tensors that share a storage share one in the trace;
 - a batch may be an object with tensors as attributes;
 - a batch too large to be made for real in passing is made without memory, as the step is; so is one that fails for
-  real but not so. What fails both ways raises what it raises for real.
+  real but not so. What fails both ways raises what it raises for real;
+- a real tensor that the workload did not hand in (a teacher, a constant in the loss) was allocated before anything was
+  asked, so it cannot be made fake: it is counted from where it is first read, and left as it was found.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import copy
 import dataclasses
 from collections.abc import Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +29,6 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-import batchwright
 from batchwright.device.batches import make_batch
 from batchwright.errors import InvalidInputError
 from batchwright.simulated.torch_patches.redirected_calls import RedirectedCalls
@@ -36,19 +37,12 @@ from batchwright.state.process_state import kept_random_state
 from batchwright.trace.values import largest_known_bytes
 
 if TYPE_CHECKING:
-    import traceback
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from batchwright.trace.values import KnownValues
     from batchwright.workload import Workload
 
 
-# Real tensors that a step reads though the workload did not hand them in: a teacher, a constant in the loss.
-#
-# They were allocated before anything was asked, so the trace cannot make them fake. They are counted from where they
-# are first read, named with the user's line, and left as they were found.
-
-_OURS = (str(Path(torch.__file__).parent), str(Path(batchwright.__file__).parent), "<")
 # Making a batch reads the dataset's own samples, and literals are lifted into the trace: neither is from outside.
 _READS_SAMPLES = ("build", "batch")
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
@@ -90,12 +84,6 @@ def _real_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 def part_of_outside(tensor: torch.Tensor) -> str:
     """A parameter is a weight, whoever owns it; anything else came in with the data."""
     return "weights" if isinstance(tensor, nn.Parameter) else "inputs"
-
-
-def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
-    """The innermost line that is neither torch's nor ours."""
-    theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
-    return f"{theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line}" if theirs else ""
 
 
 # A search looks at many sizes, the largest of them far beyond what fits. Below this a batch takes a fraction of a

@@ -1,4 +1,6 @@
-"""What a trace must refuse, where torch itself would fail in words of its own or go on with a wrong number.
+"""What a trace must refuse, and what the user reads then: the operator, the reason, the user's own line.
+
+Torch itself would fail in words of its own, or go on with a wrong number.
 
 Promises:
 - values that leave the tensors (numpy, pickle, dlpack) are refused where they leave, so that the user's line is known;
@@ -7,8 +9,10 @@ Promises:
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,26 +25,96 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+import batchwright
+from batchwright.errors import CannotTraceError, MixedDevicesError
+from batchwright.simulated.torch_patches.backend import NAME as SIMULATED
 from batchwright.simulated.torch_patches.patches import Patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
 # What torch raises by itself where it needs values, or has no rule.
 TORCHS_OWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 _WAYS_OUT = ("numpy", "__reduce_ex__", "__dlpack__")
+# Whose lines are not the user's.
+_OURS = (str(Path(torch.__file__).parent), str(Path(batchwright.__file__).parent), "<")
 _NAMESPACES_OF_TORCH = ("aten", "prim", "prims")
 
 
 class NotFollowedError(Exception):
-    """An operator that the trace cannot follow, and why; `tracing` turns it into what the user reads."""
+    """An operator that the trace cannot follow, and why; `explaining` turns it into what the user reads."""
 
     def __init__(self, operator: str, reason: str) -> None:
         super().__init__(f"{operator}: {reason}")
         self.func = operator
         self.reason = reason
+
+
+# FakeTensorDeviceMismatchError of torch 2.13; earlier ones raise a plain RuntimeError in other words.
+_TWO_DEVICES = re.compile(rf"two (different )?devices,? .*\b{SIMULATED}:0")
+
+
+@contextmanager
+def explaining(what: str) -> Iterator[None]:
+    """Turn what torch raises where values or rules are missing into what the user reads, with the user's line."""
+    try:
+        yield
+    except CannotTraceError as error:
+        if error.details or not _place_of(error):
+            raise
+        raise CannotTraceError(error.problem, details=_place_of(error), remedy=error.remedy) from error
+    except (*TORCHS_OWN, NotFollowedError) as error:
+        raise _explained(error, what=what) from error
+    except RuntimeError as error:
+        if _TWO_DEVICES.search(str(error)):
+            operator = str(getattr(error, "func", "an operator")).removesuffix(".default")
+            raise MixedDevicesError(
+                f"{what} mixes devices: {operator} needs all tensors on the same device, and has one on the CPU beside "
+                "one on the simulated card.",
+                details=_place_of(error),
+                remedy="move what the step holds besides model and batch (a teacher, an EMA, a constant), as on a real "
+                "card: teacher.to(batch.device)",
+            ) from error
+        if "TorchScript interpreter" not in str(error):
+            raise
+        raise CannotTraceError(
+            f"{what} cannot be traced: TorchScript runs its operators on real tensors only.",
+            details=_place_of(error),
+            remedy="the module as it was before torch.jit.script; or batchwright fit, which runs the step",
+        ) from error
+    except AssertionError as error:
+        place = place_in_torch(error)
+        if place is None:
+            raise
+        raise _explained(error, place, "torch's fake tensors do not know it", what=what) from error
+
+
+def _place_of(error: Exception) -> list[str]:
+    """Return the user's line that an error came from, as the details of another."""
+    line = users_line(traceback.extract_tb(error.__traceback__))
+    return [f"at {line}"] if line else []
+
+
+def _explained(error: Exception, operator: str = "", reason: str = "", *, what: str) -> CannotTraceError:
+    operator = operator or str(getattr(error, "func", error)).splitlines()[0]
+    reason = reason or getattr(error, "reason", "torch knows no shape rule for it")
+    if isinstance(error, DataDependentOutputException):
+        reason = "it reads a value out of a tensor, and a traced tensor has none"
+    elif isinstance(error, DynamicOutputShapeException):
+        reason = "the size of its result depends on values, and a traced tensor has none"
+    return CannotTraceError(
+        f"{what} cannot be traced: operator {operator}: {reason}.",
+        details=_place_of(error),
+        remedy="batchwright fit runs the step instead; or keep that line out of the step that is traced",
+    )
+
+
+def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
+    """The innermost line that is neither torch's nor ours."""
+    theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    return f"{theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line}" if theirs else ""
 
 
 def values_stay_inside(known: Callable[[torch.Tensor], torch.Tensor | None] | None = None) -> Iterator[Patch]:

@@ -9,21 +9,17 @@ Promises:
 
 from __future__ import annotations
 
-import re
-import traceback
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchwright.device.step import DEFAULT_STEPS, PLAIN_STEP, StepSettings, handed_out, run_probe
-from batchwright.errors import CannotTraceError, MixedDevicesError
 from batchwright.simulated.operators.recurrent import packed_by_numbers
 from batchwright.simulated.ranks import simulated_ranks
-from batchwright.simulated.torch_patches.backend import NAME as SIMULATED
 from batchwright.simulated.torch_patches.patches import TorchPatches, applied
 from batchwright.simulated.torch_patches.redirected_calls import (
     RedirectedCalls,
@@ -33,13 +29,13 @@ from batchwright.simulated.torch_patches.redirected_calls import (
 from batchwright.state.untouched import current_keep, untouched
 from batchwright.trace.cpu_kernels import CpuKernels
 from batchwright.trace.fake_model import FakeParts, build_skeleton
-from batchwright.trace.host_batches import HostBatches, make_real_batch, users_line
-from batchwright.trace.refusals import TORCHS_OWN, NotFollowedError, place_in_torch, values_stay_inside
+from batchwright.trace.host_batches import HostBatches, make_real_batch
+from batchwright.trace.refusals import explaining, values_stay_inside
 from batchwright.trace.storages import HostMemory
 from batchwright.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from torch import nn
 
@@ -117,7 +113,7 @@ def _trace_on(
     if is_card and workload.wrap is not None:
         # Before anything is counted: what is sharded is never whole on a card where it was built on meta.
         patches = applied(values_stay_inside(), compiled_as_eager(trace.notes.setdefault))
-        with patches, mode, RedirectedCalls(device), _explaining("wrap"):
+        with patches, mode, RedirectedCalls(device), explaining("wrap"):
             wrapped.append(workload.wrap(fakes.put_into_model(skeleton)))
 
     def build(_: Workload, __: torch.device) -> nn.Module:
@@ -154,7 +150,7 @@ def _trace_on(
             stack.enter_context(applied(compiled_as_eager(trace.notes.setdefault)))
         else:
             stack.enter_context(applied(packed_by_numbers()))
-        stack.enter_context(_explaining("the step"))
+        stack.enter_context(explaining("the step"))
         run_probe(watched, micro_batch, settings, device=device, steps=steps, observer=trace, build=build)
     if trace.values.was_drawn:
         notes.append("single random numbers were taken as 1, so that layerdrop skips no layer")
@@ -172,62 +168,3 @@ def check_batches(workload: Workload, shape: Mapping[str, Any]) -> None:
     with untouched(workload, is_traced=True), RedirectedCalls(torch.device("cpu")):
         for size in (1, 2):
             make_real_batch(workload, size, shape)
-
-
-@contextmanager
-def _explaining(what: str) -> Iterator[None]:
-    """Turn what torch raises where values or rules are missing into what the user reads, with the user's line."""
-    try:
-        yield
-    except CannotTraceError as error:
-        if error.details or not _place_of(error):
-            raise
-        raise CannotTraceError(error.problem, details=_place_of(error), remedy=error.remedy) from error
-    except (*TORCHS_OWN, NotFollowedError) as error:
-        raise _explained(error, what=what) from error
-    except RuntimeError as error:
-        if _TWO_DEVICES.search(str(error)):
-            operator = str(getattr(error, "func", "an operator")).removesuffix(".default")
-            raise MixedDevicesError(
-                f"{what} mixes devices: {operator} needs all tensors on the same device, and has one on the CPU beside "
-                "one on the simulated card.",
-                details=_place_of(error),
-                remedy="move what the step holds besides model and batch (a teacher, an EMA, a constant), as on a real "
-                "card: teacher.to(batch.device)",
-            ) from error
-        if "TorchScript interpreter" not in str(error):
-            raise
-        raise CannotTraceError(
-            f"{what} cannot be traced: TorchScript runs its operators on real tensors only.",
-            details=_place_of(error),
-            remedy="the module as it was before torch.jit.script; or batchwright fit, which runs the step",
-        ) from error
-    except AssertionError as error:
-        place = place_in_torch(error)
-        if place is None:
-            raise
-        raise _explained(error, place, "torch's fake tensors do not know it", what=what) from error
-
-
-# FakeTensorDeviceMismatchError of torch 2.13; earlier ones raise a plain RuntimeError in other words.
-_TWO_DEVICES = re.compile(rf"two (different )?devices,? .*\b{SIMULATED}:0")
-
-
-def _place_of(error: Exception) -> list[str]:
-    """Return the user's line that an error came from, as the details of another."""
-    line = users_line(traceback.extract_tb(error.__traceback__))
-    return [f"at {line}"] if line else []
-
-
-def _explained(error: Exception, operator: str = "", reason: str = "", *, what: str) -> CannotTraceError:
-    operator = operator or str(getattr(error, "func", error)).splitlines()[0]
-    reason = reason or getattr(error, "reason", "torch knows no shape rule for it")
-    if isinstance(error, DataDependentOutputException):
-        reason = "it reads a value out of a tensor, and a traced tensor has none"
-    elif isinstance(error, DynamicOutputShapeException):
-        reason = "the size of its result depends on values, and a traced tensor has none"
-    return CannotTraceError(
-        f"{what} cannot be traced: operator {operator}: {reason}.",
-        details=_place_of(error),
-        remedy="batchwright fit runs the step instead; or keep that line out of the step that is traced",
-    )

@@ -36,8 +36,8 @@ from batchwright.errors import CannotTraceError
 from batchwright.simulated.ranks import on_shards
 from batchwright.simulated.torch_patches.patches import applied
 from batchwright.trace import values as value_shapes
-from batchwright.trace.host_batches import OutsideTensors, part_of_outside, users_line
-from batchwright.trace.refusals import shapes_from
+from batchwright.trace.host_batches import OutsideTensors, part_of_outside
+from batchwright.trace.refusals import shapes_from, users_line
 from batchwright.trace.storages import Block, FollowedStorages, Log, RunningModules
 from batchwright.trace.values import KnownValues, Routing
 

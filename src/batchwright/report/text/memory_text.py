@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from batchwright.memory.all_cards import EveryCard
-    from batchwright.memory.estimate_result import Estimate
+    from batchwright.memory.estimate_result import Estimate, EveryCard
     from batchwright.memory.recommend import Answer, Recommendation
     from batchwright.report.display import Columns
 
