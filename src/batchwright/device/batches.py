@@ -1,8 +1,16 @@
-"""Join micro-batches into one batch: the way back from cutting.
+"""A batch of any form: made for a size and a shape, checked, moved to a device, counted, cut, and joined again.
 
 Promises:
-- samples keep their order;
-- where lengths differ, the shorter are filled up at their end: labels with -100, which losses ignore, all else with 0.
+- tensors are found in lists, tuples, mappings, dataclasses, `BatchEncoding` and whatever torch's pytree knows;
+- what has its own `.to` is moved by it (a PackedSequence keeps its lengths on the CPU), and the user's own object is
+  not changed;
+- a batch in which nothing has the size asked for is an error, unless the workload brings its own `split`;
+- a number of samples is right or asked for: where parts of a batch begin with different sizes (class weights, an edge
+  index, a mask that all share) it is an error that says what to hand in, unless the size is known from elsewhere;
+- every tensor whose dimension 0 is the number of samples is cut there, and every list of that length; what all samples
+  share (position ids of shape (1, length), a flag) goes to each piece as it is;
+- joined samples keep their order. Where lengths differ, the shorter are filled up at their end: labels with -100, which
+  losses ignore, all else with 0.
 """
 
 from __future__ import annotations
@@ -28,15 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from batchwright.workload import Workload
-
-
-# A batch of any form: made for a size and a shape, checked against the size, moved to a device.
-#
-# Promises:
-# - tensors are found in lists, tuples, mappings, dataclasses, `BatchEncoding` and whatever torch's pytree knows;
-# - what has its own `.to` is moved by it (a PackedSequence keeps its lengths on the CPU), and the user's own
-#   object is not changed;
-# - a batch in which nothing has the size asked for is an error, unless the workload brings its own `split`.
 
 
 def make_batch(workload: Workload, micro_batch: int, shape: Mapping[str, Any], device: torch.device) -> Any:
@@ -157,16 +156,6 @@ def _batch_from_data(workload: Workload, micro_batch: int, shape: Mapping[str, A
     samples = [data[i] for i in range(micro_batch)]
     return default_collate(samples) if workload.collate is None else workload.collate(samples)
 
-
-# Count the samples of a batch, and cut it into smaller ones.
-#
-# Promises:
-# - a number of samples is right or asked for: where parts of a batch begin with different sizes (class weights, an
-#   edge
-#   index, a mask that all share) it is an error that says what to hand in, unless the size is known from elsewhere;
-# - every tensor whose dimension 0 is the number of samples is cut there, and every list of that length;
-# - what all samples share (position ids of shape (1, length), a flag) goes to each piece as it is;
-# - a batch that cannot be cut is an error that names what to hand in.
 
 WEIGH_OR_LEAVE_OUT = (
     "weight=lambda batch: ... counts it; or keep what all samples share (class weights, a mask) out of the batch"

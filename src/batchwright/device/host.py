@@ -1,10 +1,18 @@
-"""The CPU under a real byte budget: the kernel itself refuses what goes beyond.
+"""The host as a device: counted by tensors, or under a real byte budget that the kernel keeps.
 
 Promises:
-- the budget covers everything taken from before the model is built: tensors, thread stacks, what kernels keep;
-- weights of a model that was handed in, and so exist already, are inside the budget; what a process held besides them
-  is outside it;
-- the limit is on during a probe only.
+- `HostDevice` counts bytes of tensors from before the model is built. A limit is kept by counting: the operator that
+  would exceed it raises a MemoryError, and the machine is never filled;
+- a storage counts once, however many views it has, from the operator that made or first used it until its last owner
+  lets go, autograd and optimizers included;
+- free memory respects the cgroup, so that what is asked for does not wake the kernel's killer;
+- the budget of `LimitedHost` covers everything taken from before the model is built: tensors, thread stacks, what
+  kernels keep. Weights of a model that was handed in, and so exist already, are inside it; what a process held besides
+  them is outside. The limit is on during a probe only.
+
+What an operator takes and gives back inside itself is not counted: a oneDNN LSTM was counted 9.6 % low, an MLP, a
+transformer and a conv net to the byte or nearly so. A counted run is slower than a plain one, and torch.compile does
+not compile while it is counted.
 """
 
 from __future__ import annotations
@@ -30,18 +38,6 @@ from batchwright.units import PeakBytes, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-
-
-# Counts the bytes of the tensors that are alive, by following each storage from its birth to its death.
-#
-# Promises:
-# - a storage counts once, however many views it has, from the operator that made or first used it until its last
-#   owner lets go, autograd and optimizers included;
-# - with a limit, the operator that would exceed it raises a MemoryError instead of returning.
-#
-# What an operator takes and gives back inside itself is not seen: a oneDNN LSTM was counted 9.6 % low, an MLP, a
-# transformer and a conv net to the byte or nearly so. A counted run is slower than a plain one, and torch.compile does
-# not compile while it is counted.
 
 
 class ByteCounter(TorchDispatchMode):
@@ -126,14 +122,6 @@ def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _plain_tensors(getattr(value, name))
     else:
         yield value
-
-
-# The host as a device: a probe runs for real, in this process, in main memory.
-#
-# Promises:
-# - the peak is counted in bytes of tensors, from before the model is built;
-# - a limit is kept by counting: the size that would exceed it is out of memory, and the machine is never filled;
-# - free memory respects the cgroup, so that what is asked for does not wake the kernel's killer.
 
 
 @dataclass(frozen=True)

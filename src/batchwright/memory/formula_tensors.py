@@ -1,9 +1,12 @@
-"""What autograd keeps of one layer, tensor by tensor, in the implementations of transformers 5.
+"""What autograd keeps of one layer, tensor by tensor, in transformers 5, and how a step is set up.
 
 Promises:
 - each entry is one tensor that a trace of the same layer shows alive at the end of the forward pass;
 - bytes are per token of the micro-batch, except those marked per pair, which a token keeps for every other token;
-- nothing is fitted: each entry names the tensor it counts.
+- nothing is fitted: each entry names the tensor it counts;
+- the three precisions of a `Setup` mean the same as in torch: all fp32; `model.to(bfloat16)`; fp32 weights under bf16
+  autocast. Every choice that changes a number is a field of it, checked once;
+- torch is not imported.
 """
 
 from __future__ import annotations
@@ -19,13 +22,6 @@ if TYPE_CHECKING:
 
     from batchwright.catalogue.models import ModelShape
 
-
-# What a step is run with, as bytes: the precision, what is trained, which kernels.
-#
-# Promises:
-# - the three precisions mean the same here as in torch: all fp32; `model.to(bfloat16)`; fp32 weights under bf16
-#   autocast;
-# - every choice that changes a number is a field here, checked once.
 
 TUNINGS = ("full", "lora", "qlora")
 ATTENTIONS = ("sdpa", "eager")

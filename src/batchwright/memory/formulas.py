@@ -2,7 +2,10 @@
 
 Promises:
 - every byte comes from a tensor that transformers 5 and torch 2 hold; no constant is fitted to a measurement;
-- the peak is the largest of the step's moments: the loss, the head, a layer, the embedding, the optimizer;
+- the peak is the largest of the step's moments: the loss, the head, a layer, the embedding, the optimizer. Between them
+  memory only falls or changes evenly from layer to layer; the parts of a moment sum to it;
+- full training holds every weight; LoRA freezes them and adds adapters; QLoRA stores the frozen matrices in 4 bits;
+- ZeRO divides the optimizer's state (1), also the gradients (2), also the weights (3) by the devices;
 - what is assumed is listed in the notes.
 
 Checked against traces of the same model (fake tensors, AdamW, the second step) at 1 x 128 and 4 x 1024:
@@ -36,12 +39,6 @@ if TYPE_CHECKING:
 
     from batchwright.catalogue.models import ModelShape
 
-
-# What a model holds all through training: weights, gradients and the optimizer's state.
-#
-# Promises:
-# - full training holds every weight; LoRA freezes them and adds adapters; QLoRA stores the frozen matrices in 4 bits;
-# - ZeRO divides the optimizer's state (1), also the gradients (2), also the weights (3) by the devices.
 
 # NF4 with double quantisation (Dettmers et al. 2023, arXiv:2305.14314): 4 bits a weight, an 8-bit scale for each
 # block of 64, and an fp32 scale for each 256 of those: 4 + 8/64 + 32/(64 * 256) = 4.127 bits.
@@ -122,13 +119,6 @@ def count_adapters(shape: ModelShape) -> int:
     matrices += [(query, hidden), (inner, hidden)]
     matrices += [(hidden, inner)] * (2 if shape.gated else 1)
     return sum(LORA_RANK * (rows + columns) for rows, columns in matrices)
-
-
-# The moments of a step at which memory can be at its largest, each with its parts.
-#
-# Promises:
-# - the peak is the largest of these moments; between them memory only falls or changes evenly from layer to layer;
-# - a part counts what is alive at that moment, so the parts of a moment sum to it.
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,10 @@ Promises:
 - the peaks are those of a card with room to spare, as a run shows them that is far from the limit; where they are
   larger than the card and it runs all the same, those of the run on the card itself;
 - whether it fits is asked of the card itself, out-of-memory path and all: near the limit its allocator gives back what
-  it has cached, and a step may run whose peak on a larger card would not fit.
+  it has cached, and a step may run whose peak on a larger card would not fit;
+- sizes between traced ones follow from them only where two traces agree with a third: a step of another size asks in
+  the same order for sizes that are affine in it. Requests agree where each differs by less than a block of the
+  allocator, which hands out whole blocks anyway, and a thousandth (a kernel that sums rows by tens asks in steps).
 """
 
 from __future__ import annotations
@@ -35,16 +38,6 @@ if TYPE_CHECKING:
     from batchwright.device.step import StepSettings
     from batchwright.workload import Workload
 
-
-# What a step asks of a card at any micro-batch, from traces at a few.
-#
-# A step of another size asks in the same order for sizes that are affine in it: so many bytes, and so many for every
-# sample. Where two traces say so, and a third agrees, the sizes between need no trace.
-#
-# Promises:
-# - requests agree where each differs by less than a block of the allocator, which hands out whole blocks anyway, and a
-#   thousandth (a kernel that sums ten rows at a time asks in steps);
-# - where the traces do not agree, nothing is told.
 
 _BLOCK = 512
 
@@ -92,8 +85,6 @@ class ScaledRequests:
             for one, other in zip(expected, events, strict=True)
         )
 
-
-# Cards whose kernels are alike: one of them is traced at a few sizes, and the others and further sizes follow.
 
 # Sizes to draw lines through, two each. A line holds up to a size at which it was proven by a trace, and each proof is
 # made far ahead. Where it fails, a kernel has taken another path in between (an embedding does, from so many tokens on,

@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     from batchwright.catalogue.models import ModelShape
 
 
-# A rule of thumb that people use for the batch of a language model, kept to stand beside a computed answer.
-#
-# Promises:
-# - the numbers are the rule's own: gigabytes per sample by size, a factor by task, 80 % of the memory, a power of two;
-# - it knows nothing of the sequence length, the weights or the way of tuning, which is why it is only shown.
+# A rule of thumb that people use. It knows nothing of the sequence length, the weights or the way of tuning, which is
+# why it only stands beside a computed answer. The numbers are the rule's own: gigabytes per sample by size, a factor by
+# task, 80 % of the memory, a power of two.
 
 _GB_PER_SAMPLE = {"1b": 0.1, "3b": 0.2, "7b": 0.4, "13b": 0.8, "30b": 1.5, "70b": 3.0}
 _TASK_FACTORS = {"classification": 1.0, "generation": 1.5, "qa": 1.2}

@@ -1,12 +1,20 @@
-"""Ranks that are not there: `wrap` runs for real, over a process group that sends nothing.
+"""One rank of several, simulated: `wrap` runs for real, over a process group that sends nothing.
 
-FSDP2 runs its own code on fake tensors: shards, all-gathers and reduce-scatters take what they take. DDP's buckets are
-allocated in its place (replica.py), meshes are made of real numbers (real_meshes.py).
+FSDP2 runs its own code on fake tensors: shards, all-gathers and reduce-scatters take what they take. DDP's reducer is
+C++ that reads memory, so its buckets are allocated in its place. A mesh reads where this rank stands in it, and fake
+tensors have no values, so meshes are made of real numbers.
+
+Replaces: methods of DeviceMesh and DistributedDataParallel; FullyShardedDataParallel.__init__, Joinable.__init__ and
+PipelineStage.__init__ (refused); init_process_group and destroy_process_group of torch.distributed, _World.default_pg;
+DTensor.device, and how ShardingPropagator finds out shapes.
 
 Promises:
 - a process group of the user's own is not touched: where there is one, ranks are not simulated;
 - a `wrap` that starts or ends the process group itself finds it started, and leaves it so;
-- what cannot be simulated is refused by name (refused_wraps.py);
+- buckets hold every gradient once more, by DDP's own sizes, unless gradients are views of them; a communication hook of
+  the user's runs for each bucket as it is full, and what it makes lives to the end of backward, as the reducer's
+  futures do;
+- what cannot be simulated is refused by name;
 - torch is as it was afterwards.
 """
 
@@ -40,10 +48,6 @@ from batchwright.simulated.torch_patches.torch_cuda import seen_device
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-
-# Meshes of ranks are made of real numbers: a mesh reads where this rank stands in it, and fake tensors have no values.
-#
-# What is exchanged are methods of `DeviceMesh`, so it does not matter how a `wrap` came by `init_device_mesh`.
 
 # The ways into a mesh after which it makes another one, or reads its numbers; not every torch has all of them.
 _READ_NUMBERS = ("__getitem__", "_flatten", "_unflatten", "get_local_rank", "_get_all_submeshes", "__repr__")
@@ -103,9 +107,8 @@ def _in_order(ranks: Any) -> Any:
         return torch.arange(ranks.numel(), dtype=torch.int, device="cpu").view(tuple(ranks.shape))
 
 
-# Ways to spread a model that are not simulated: refused by name where they start, before torch fails inside.
-#
-# Classes are refused as they are made, so it does not matter how a `wrap` came by them.
+# Ways to spread a model that are not simulated: classes are refused as they are made, so it does not matter how a
+# `wrap` came by them.
 
 _SHARD = "fully_shard (FSDP2) shards the same way and is simulated"
 _STAGE = "estimate one stage as a model of its own"
@@ -115,7 +118,7 @@ def refused_wraps() -> Iterator[Patch]:
     """Refuse what is not simulated as soon as one is made."""
     refused: list[tuple[Any, str, str]] = [
         (FullyShardedDataParallel, "FullyShardedDataParallel (FSDP1)", _SHARD),
-        # What can be joined is DDP, whose place replica.py takes, and this optimizer; importing it takes a second.
+        # What can be joined is DDP, whose place `_Replica` takes, and this optimizer; importing it takes a second.
         (Joinable, "ZeroRedundancyOptimizer", _SHARD),
     ]
     pipelining = sys.modules.get("torch.distributed.pipelining")
@@ -132,12 +135,10 @@ def _refused_call(called: str, remedy: str) -> Callable[..., None]:
     return refuse
 
 
-# Multi-tensor operators on sharded tensors, run on the shards at once.
-#
-# An optimizer updates hundreds of sharded tensors in one call. torch asks for each of them how it is sharded, against
-# all
-# the others: in a model of 80 layers that takes longer than the rest of the step. An operator that works element by
-# element leaves every tensor sharded as it was, so its shards can be handed to it as they are.
+# Multi-tensor operators on sharded tensors, run on the shards at once. An optimizer updates hundreds of sharded tensors
+# in one call, and torch asks for each of them how it is sharded, against all the others: in a model of 80 layers that
+# takes longer than the rest of the step. An operator that works element by element leaves every tensor sharded as it
+# was, so its shards can be handed to it as they are.
 
 # These reduce each tensor to a number, so ranks would have to talk to each other.
 _REDUCE = ("aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum")
@@ -182,14 +183,6 @@ def _local_shards(value: Any) -> Any:
         return [entry._local_tensor if isinstance(entry, DTensor) else entry for entry in value]
     return value
 
-
-# What DistributedDataParallel does to memory: its reducer is C++ that reads memory, so its buckets are made for it.
-#
-# Promises:
-# - buckets hold every gradient once more, by DDP's own sizes, unless gradients are views of them;
-# - a communication hook of the user's runs for each bucket as it is full, and what it makes lives to the end of
-#   backward,
-#   as the reducer's futures do.
 
 # torch/nn/parallel/distributed.py: the first bucket is small so that communication starts early.
 _FIRST_BUCKET, _BUCKET_MIB = 1 << 20, 25

@@ -1,12 +1,22 @@
-"""How many entries of a mask are set, where no values are known: the routing of a mixture of experts.
+"""What is known of values while a step is traced: constants, batches, and what may be assumed of a mixture of experts.
 
-A fake mask has no values, so `nonzero` has no length. For masks that come from a one-hot choice the share of set
-entries is known all the same: one in each row. "balanced" spreads them evenly over the choices; "worst" lets every
-token fall to the one at hand. Either way each choice is taken by some token, so which choices were taken is known.
+A fake tensor has no values, yet optimizers read their step counters, models the few numbers they made themselves, and
+losses the labels of a batch. `KnownValues` keeps what is computed from constants alone, up to a few kilobytes (lengths
+of sequences up to 64), and batches that were made for real with what is computed from them, up to some megabytes. So
+masks over labels, what is unique in them, lengths and counts have the very shapes that they have in a run (`answer`).
+
+A mask that comes from a one-hot choice has no values, but the share of its set entries is known: one in each row
+(`Routing`). "balanced" spreads them evenly over the choices; "worst" lets every token fall to the one at hand. Either
+way each choice is taken by some token, so which choices were taken is known.
 
 Promises:
-- only masks made by a one-hot choice, and counts of such, are answered; any other is an error that names the operator;
-- the assumption that was made is said in the result.
+- only what follows from constants and batches is known; weights, what a model computes from them and random numbers
+  never are, unless a constant outweighs them; a write whose result is not known makes its target unknown;
+- a position that is known to lie outside raises IndexError, as in a run;
+- nothing is guessed: where a value is not known, the operator is left to fail by its name. The one exception is said: a
+  CTC loss whose target lengths are unknown is given the longest that its targets allow;
+- of masks only those made by a one-hot choice, and counts of such, are answered by an assumption, and the result says
+  which.
 """
 
 from __future__ import annotations
@@ -25,20 +35,6 @@ from batchwright.units import shortened
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-
-# Values of tensors, kept beside their fake twins, so that counters, flags and batches can be read while tracing.
-#
-# A fake tensor has no values, yet optimizers read their step counters, models the few numbers they made themselves,
-# and
-# losses the labels of a batch. Whatever is computed from constants alone stays known here, up to a few kilobytes
-# (lengths
-# of sequences up to 64), and so do the batches that were made for real and what is computed from them, up to some
-# megabytes.
-#
-# Promises:
-# - only what follows from constants and batches is known; weights, what a model computes from them and random numbers
-#   never are, unless a constant outweighs them;
-# - a write whose result is not known makes its target unknown.
 
 _LARGEST_KNOWN_BYTES = 4096
 # Whole numbers in a row on the host: the lengths of the sequences of a batch, which decide how much a packed one holds.
@@ -247,16 +243,7 @@ def _is_random(func: Callable[..., Any]) -> bool:
     return torch.Tag.nondeterministic_seeded in tags
 
 
-# Operators whose results have a shape that depends on values: answered where those values are known.
-#
-# The values of a batch are known, so masks over labels, what is unique in them, lengths and counts have the very
-# shapes
-# that they have in a run.
-#
-# Promises:
-# - a position that is known to lie outside raises IndexError, as in a run;
-# - nothing is guessed: where a value is not known, the operator is left to fail by its name;
-# - the one exception is said: a CTC loss whose target lengths are unknown is given the longest that its targets allow.
+# Operators whose results have a shape that depends on values.
 
 _MASKS = (torch.bool, torch.uint8)
 _TAKES_MASKS = {

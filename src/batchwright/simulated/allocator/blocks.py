@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from batchwright.simulated.allocator.segments import ExpandableSegment
 
 
-# The counters of torch.cuda.memory_stats that a simulated card keeps: how much now, and how much at most.
-
-
 class Counter:
     """A number with its peak, and by how much it ever rose and fell.
 

@@ -1,6 +1,16 @@
-"""What a run asked of an allocator, kept as plain numbers, and asked again of another card.
+"""PyTorch's CUDA caching allocator without a card: the same blocks, the same bytes, the same out-of-memory.
 
-The kernels of a step depend on a card's generation, not on its memory. So one trace answers for every card of a kind.
+Follows c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.13 for everything outside of graphs and private pools.
+
+Promises:
+- what a sequence of calls reserves, allocates and cannot get is, byte for byte, what the real allocator would on a card
+  whose cudaMalloc hands out `capacity` bytes in whole granules of 2 MiB; the same calls give the same addresses;
+- an event of another stream is complete only after `complete_events`, or where the real one waits for it;
+- in a snapshot the blocks of a segment follow one another without a gap and add up to it. A stretch of mapped pages of
+  an expandable segment is a segment of its own, as in PyTorch's. The requested size of a block that is not active is 0
+  (PyTorch leaves there what its last holder asked for);
+- what a run asked for is kept as plain numbers (`Requests`) and can be asked again of another card: the kernels of a
+  step depend on a card's generation, not on its memory, so one trace answers for every card of a kind.
 """
 
 from __future__ import annotations
@@ -28,14 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from batchwright.simulated.allocator.segments import Listener
-
-
-# The segments and blocks of an allocator at one moment, as a memory snapshot shows them.
-#
-# Promises:
-# - the blocks of a segment follow one another without a gap, and their sizes add up to the segment's;
-# - a stretch of mapped pages of an expandable segment is a segment of its own, as in PyTorch's snapshot;
-# - the requested size of a block that is not active is 0 (PyTorch leaves there what its last holder asked for).
 
 
 @dataclass(frozen=True)
@@ -103,16 +105,6 @@ def _record(block: Block) -> BlockRecord:
     state = "active_allocated" if block.allocated else "active_pending_free" if block.events else "inactive"
     return BlockRecord(block.address, block.size, 0 if state == "inactive" else block.requested_size, state)
 
-
-# PyTorch's CUDA caching allocator without a card: the same blocks, the same bytes, the same out-of-memory.
-#
-# Follows c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.13 for everything outside of graphs and private pools.
-#
-# Promises:
-# - what a sequence of calls reserves, allocates and cannot get is, byte for byte, what the real allocator would on a
-#   card whose cudaMalloc hands out `capacity` bytes in whole granules of 2 MiB;
-# - an event of another stream is complete only after `complete_events`, or where the real one waits for it;
-# - the same calls give the same addresses.
 
 _DEFAULTS = AllocatorSettings()
 

@@ -1,9 +1,15 @@
-"""Segments: when one is taken from the card, and when cached ones are given back.
+"""Segments: the memory of a card, when a segment is taken from it, how it grows, and when cached ones are given back.
 
 Promises:
+- a piece of the card takes whole granules of 2 MiB, and none is handed out past the capacity. Addresses only rise and
+  none is used twice: which of two equal blocks is taken depends on their addresses, and a driver's choice is not known,
+  so this one is at least the same in every run;
 - a cached segment is given back only where no block of it is in use;
 - where the allowed bytes would be passed, the card is not asked;
-- expandable segments give back single pages, and only where everything cached is given back.
+- an expandable segment (one for each pool and stream as long as its addresses last) adds memory at the lowest address
+  where a block fits, filling gaps first, in pages of 2 MiB in the small pool and of a large segment (20 MiB) in the
+  large one. It gives back only pages without a byte in use, and only where everything cached is given back. Where the
+  card runs out between two gaps, what was mapped by then stays mapped, and free, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -20,13 +26,6 @@ if TYPE_CHECKING:
 
     Listener = Callable[[str, int, int, int], None]
 
-
-# The memory of a card behind cudaMalloc and cuMemCreate: how much is left, and at which address the next piece lies.
-#
-# Promises:
-# - a piece takes whole granules of 2 MiB, and none is handed out past the capacity;
-# - addresses only rise and none is used twice: which of two equal blocks is taken depends on their addresses, and a
-#   driver's choice is not known, so this one is at least the same in every run.
 
 _FIRST_ADDRESS = 0x7F00_0000_0000
 UNLIMITED = 1 << 46
@@ -132,17 +131,6 @@ def whole_granules(size: int) -> int:
     12
     """
     return -(-size // GRANULE) * GRANULE
-
-
-# Segments that grow: addresses for the whole card, with pages of memory behind those that are needed.
-#
-# There is one for each pool and stream as long as its addresses last. Pages are 2 MiB in the small pool, a large
-# segment (20 MiB) in the large one.
-#
-# Promises:
-# - memory is added at the lowest address where a block fits, filling gaps first;
-# - only pages without a byte in use are given back;
-# - where the card runs out between two gaps, what was mapped by then stays mapped, and free, as in PyTorch.
 
 
 class ExpandableSegment:

@@ -1,9 +1,13 @@
 """The settings of PyTorch's CUDA caching allocator that change how much memory a run takes.
 
 Promises:
-- a value that PyTorch 2.13 refuses is refused here, with what was given and what is allowed;
+- every option that PyTorch 2.13 knows for CUDA is known here; any other, and a value that PyTorch refuses, is refused
+  with what was given and what is allowed. The last of two values for an option counts, as there;
 - sizes are bytes, whatever unit the option has in its text;
 - an option that cannot change the memory of the card is kept by name in `ignored`, never silently dropped.
+
+Stricter than PyTorch in three things that it lets pass and nobody means: a separator of the wrong kind, digits followed
+by other letters (`30x` is 30 there), and a negative size (which becomes a huge one).
 """
 
 from __future__ import annotations
@@ -18,16 +22,6 @@ from batchwright.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-
-# Reads the text of PYTORCH_ALLOC_CONF: `option:value,option:[size:value,...],...`, spaces anywhere.
-#
-# Stricter than PyTorch in three things that it lets pass and nobody means: a separator of the wrong kind, digits
-# followed
-# by other letters (`30x` is 30 there), and a negative size (which becomes a huge one).
-#
-# Promises:
-# - every option that PyTorch 2.13 knows for CUDA is known here; any other is refused by its name;
-# - the last of two values for an option counts, as there.
 
 _MIB = 1024 * 1024
 _INTERVALS = 16

@@ -1,11 +1,15 @@
 """`scaled_dot_product_attention` on the simulated card: the kernel that the card would choose, with what it keeps.
 
 Left alone, torch takes the plain path for a device it does not know, and a step would seem to keep every attention map.
+The choice between flash, memory-efficient and plain follows PyTorch 2.13's own conditions, read off
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. cuDNN's kernel, which Hopper cards may prefer, keeps what flash
+keeps, and is not told apart from it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +20,6 @@ from batchwright.simulated.torch_patches.backend import simulated_device
 if TYPE_CHECKING:
     from batchwright.catalogue.cards import Card
 
-
-# Which attention kernel a card would choose: flash, memory-efficient or plain, by PyTorch 2.13's own conditions.
-#
-# Read off aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. cuDNN's kernel, which Hopper cards may prefer, keeps
-# what
-# flash keeps, and is not told apart from it.
 
 FLASH, EFFICIENT, MATH = "flash", "efficient", "math"
 
@@ -103,7 +101,6 @@ def _heads_go(call: Attention, *, allows_groups: bool) -> bool:
 
 _aten = torch.ops.aten
 _FLASH_ALIGNMENT, _MASK_ALIGNMENT = 8, 16
-_registered: list[torch.library.Library] = []
 
 
 class CurrentCard:
@@ -112,15 +109,14 @@ class CurrentCard:
     card: Card | None = None
 
 
-def register_attention() -> None:
-    """Take the place of torch's own choice for the simulated device, once per process."""
-    if _registered:
-        return
+@cache
+def register_attention() -> list[torch.library.Library]:
+    """Take the place of torch's own choice for the simulated device, once per process: as long as these are held."""
     simulated_device()
-    for key in ("AutogradPrivateUse1", "PrivateUse1"):
-        library = torch.library.Library("aten", "IMPL", key)
+    libraries = [torch.library.Library("aten", "IMPL", key) for key in ("AutogradPrivateUse1", "PrivateUse1")]
+    for library in libraries:
         library.impl("scaled_dot_product_attention", _attend)
-        _registered.append(library)
+    return libraries
 
 
 def _attend(

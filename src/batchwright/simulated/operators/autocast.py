@@ -11,6 +11,7 @@ Promises:
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,14 +51,12 @@ linalg_matrix_norm.str_ord sum sum.dim_IntList
 _WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
 
 _KEY = "AutocastPrivateUse1"
-_registered: list[torch.library.Library] = []
 _casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
-def register_autocast() -> None:
-    """Bring the casts along, once per process."""
-    if _registered:
-        return
+@cache
+def register_autocast() -> tuple[torch.library.Library, ...]:
+    """Bring the casts along, once per process: as long as the libraries are held."""
     simulated_device()
     others = torch.library.Library("_", "IMPL", _KEY)
     others.fallback(torch.library.fallthrough_kernel)
@@ -68,7 +67,7 @@ def register_autocast() -> None:
             operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
             aten.impl(name, _without_autocast(rule, operator))
     aten.impl("binary_cross_entropy", _refuse_to_overflow)
-    _registered.extend([others, aten])
+    return others, aten
 
 
 def forget_casts() -> None:

@@ -108,18 +108,16 @@ def _changes_a_list(func: Any) -> bool:
 # temporaries would be counted: the backward of SiLU alone would hold four more tensors of its size. torch's own table
 # (native_functions.yaml) tells which they are: a kernel for CUDA beside one result of operators that autograd follows.
 _FUSED_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
-_registered: list[torch.library.Library] = []
 
 
-def register_fused_operators() -> None:
-    """Have the simulated device own these operators, once per process."""
-    if _registered:
-        return
+@cache
+def register_fused_operators() -> torch.library.Library:
+    """Have the simulated device own these operators, once per process: as long as the library is held."""
     simulated_device()
     library = torch.library.Library("aten", "IMPL", "PrivateUse1")
     for name in _FUSED_ON_CUDA:
         library.impl(name, _computes_nothing)
-    _registered.append(library)
+    return library
 
 
 def _computes_nothing(*args: Any, **options: Any) -> NoReturn:

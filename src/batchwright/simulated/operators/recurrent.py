@@ -11,6 +11,7 @@ out step by step, as with batch_first, while a call runs; and the gradient of th
 from __future__ import annotations
 
 from bisect import bisect_right
+from functools import cache
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -25,28 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-# Packing and padding of sequences without memory, on the CPU and on the simulated card, where lengths are known.
-#
-# How much a packed batch holds is in the values of its lengths, and torch reads them by a pointer that a fake tensor
-# has
+# Packing and padding of sequences without memory, on the CPU and on the simulated card, where lengths are known. How
+# much a packed batch holds is in the values of its lengths, and torch reads them by a pointer that a fake tensor has
 # not got. Here they are read as numbers, which a trace answers for what follows from constants and batches. How many
-# samples each step has is a real tensor in turn, as recurrent layers of the CPU read that by a pointer as well.
-#
-# The pieces are those of ATen's PackedSequence.cpp: packing copies each run of steps of one batch size, and then all
-# runs
+# samples each step has is a real tensor in turn, as recurrent layers of the CPU read that by a pointer as well. The
+# pieces are those of ATen's PackedSequence.cpp: packing copies each run of steps of one batch size, and then all runs
 # into one tensor; padding writes each run into a filled tensor, and autograd follows that.
-
-_registered_packing: list[torch.library.Library] = []
-
-
-def register_packed_sequences() -> None:
-    """Take the place of torch's packing and padding for the simulated device, once per process."""
-    if _registered_packing:
-        return
-    library = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")
-    library.impl("_pack_padded_sequence", _pack)
-    library.impl("_pad_packed_sequence", _pad)
-    _registered_packing.append(library)
 
 
 def packed_by_numbers() -> Iterator[Patch]:
@@ -126,25 +111,11 @@ def _numbers(tensor: torch.Tensor, operator: Any) -> list[int]:
         raise DynamicOutputShapeException(operator) from error
 
 
-# nn.GRUCell on the simulated card: the one kernel that CUDA runs it by, with the workspace it keeps for backward.
-#
-# torch has a shape rule for the kernel of nn.LSTMCell and none for this one. What they make is read off ATen's
-# cuda/RNN.cu: forward the new state and five numbers for each unit of it; backward the gradients of both gates and of
-# the
-# state, and of both biases by sums.
+# nn.GRUCell runs by one kernel on CUDA, with a workspace that it keeps for backward; torch has a shape rule for that of
+# nn.LSTMCell and none for this one. What they make is read off ATen's cuda/RNN.cu: forward the new state and five
+# numbers for each unit of it; backward the gradients of both gates and of the state, and of both biases by sums.
 
 _WORKSPACE_PER_UNIT, _GATES = 5, 3
-_registered_cells: list[torch.library.Library] = []
-
-
-def register_recurrent_cells() -> None:
-    """Give torch the shape rules that it lacks, once per process."""
-    if _registered_cells:
-        return
-    library = torch.library.Library("aten", "IMPL", "Meta")
-    library.impl("_thnn_fused_gru_cell", _gru_cell)
-    library.impl("_thnn_fused_gru_cell_backward", _gru_cell_backward)
-    _registered_cells.append(library)
 
 
 def _gru_cell(
@@ -170,21 +141,25 @@ def _gru_cell_backward(
 
 # Gates, and the state that a cell carries beside its output. GRU keeps the product that its reset gate scales.
 _KEPT_PER_UNIT = {"lstm": 4 + 1, "gru": 3 + 1, "rnn_tanh": 1, "rnn_relu": 1}
-_registered: list[torch.library.Library] = []
 
 
-def register_recurrent() -> None:
-    """Take the place of torch's loop over cells for the simulated device, once per process."""
-    if _registered:
-        return
+@cache
+def register_recurrent() -> tuple[torch.library.Library, ...]:
+    """Own recurrent layers, packing and padding on the simulated device, once per process: as long as these are held.
+
+    And give torch the shape rules that it lacks.
+    """
     simulated_device()
-    register_recurrent_cells()
-    register_packed_sequences()
+    shapes = torch.library.Library("aten", "IMPL", "Meta")
+    shapes.impl("_thnn_fused_gru_cell", _gru_cell)
+    shapes.impl("_thnn_fused_gru_cell_backward", _gru_cell_backward)
     library = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")
+    library.impl("_pack_padded_sequence", _pack)
+    library.impl("_pad_packed_sequence", _pad)
     for kind in _KEPT_PER_UNIT:
         library.impl(f"{kind}.input", _padded(kind))
         library.impl(f"{kind}.data", _packed(kind))
-    _registered.append(library)
+    return shapes, library
 
 
 def _padded(kind: str) -> Any:
