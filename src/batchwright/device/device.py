@@ -2,7 +2,7 @@
 
 Promises:
 - whatever the device, a probe takes the same workload and yields the same `Outcome`;
-- a device that is not there is an error that names those that are.
+- a device that this machine does not have is an error that names those it has.
 """
 
 from __future__ import annotations

@@ -90,15 +90,23 @@ def estimate(
     >>> result.parts["weights"], result.parts["gradients"], result.peak_at.phase
     (263168, 263168, 'backward')
 
-    `shape` goes to the workload's `batch`; `accumulation` micro-batches make a step. `on` is "cpu", or a card of the
-    catalogue such as "a100-40gb", which is simulated (default: the card of this machine, "cpu" where there is
-    none): its peaks are allocated, reserved and device, and `fits` says whether the step runs there. With `memory`,
-    a budget such as "16GiB" (of a card: what it has), or on a card with `find_max`, the largest micro-batch that
-    stays within it is found first, and the answer is its estimate. On a card, `devices` makes it one of so many
-    ranks: the workload's `wrap` runs over a process group that sends nothing. `allocator` are a card's settings as
-    PYTORCH_ALLOC_CONF has them, and `snapshot` is a file for PyTorch's own memory snapshot of the run, to be opened
-    with pytorch.org/memory_viz. `calibrate` is a file that `record_run` wrote on such a card, by which the fixed
-    parts are set right. `progress` is told what is being traced.
+    Arguments:
+    - `micro_batch`: samples in one forward and backward.
+    - `on`: "cpu", or a card of the catalogue such as "a100-40gb", which is simulated: its peaks are allocated, reserved
+      and device, and `fits` says whether the step runs on it. Default: this machine's card; "cpu" if it has none.
+    - `shape`: what the workload's `batch` takes besides the number of samples, such as {"seq_len": 512}.
+    - `accumulation`: micro-batches per optimizer step. `clip_norm`: the norm that gradients are clipped to.
+    - `routing`: how a mixture of experts is taken to share tokens, "balanced" or "worst".
+    - `memory`: a budget such as "16GiB"; of a card, the memory it has. On the CPU the largest micro-batch within the
+      budget is searched first, and the answer is its estimate.
+    - `find_max`: search the largest micro-batch that fits on the card, likewise.
+    - `devices`: simulate one of so many ranks of a card: the workload's `wrap` runs over a process group that sends
+      nothing.
+    - `allocator`: a card's settings as PYTORCH_ALLOC_CONF has them.
+    - `snapshot`: a file to write PyTorch's own memory snapshot of the run to, for pytorch.org/memory_viz.
+    - `calibrate`: a file that `record_run` wrote on such a card; corrects the fixed parts.
+    - `what_if`: also predict what each change of the set-up would save.
+    - `progress`: called with a line of text before each trace.
     """
     on, place_note = (on, "") if on is not None else default_place()
     card = card_named(on, memory=memory)
@@ -135,7 +143,7 @@ def estimate(
     cap = min(num_samples, LARGEST_MICRO_BATCH)
     is_search = find_max or (card is None and limit is not None)
     if find_max and limit is None:
-        raise InvalidInputError("the largest micro-batch on cpu is that of a budget.", remedy='memory="16GiB"')
+        raise InvalidInputError("find_max on the CPU needs a memory budget.", remedy='memory="16GiB"')
     with without_torchs_own_log():
         if place is not None:
             size = _largest_on(place, traced, cap, say) if find_max else size

@@ -301,7 +301,7 @@ class _Replica:
 def _refusal(name: str) -> Callable[..., None]:
     def refuse(*_: Any, **__: Any) -> None:
         raise CannotTraceError(
-            f"DistributedDataParallel.{name} reaches into a reducer that is not there: ranks are simulated.",
+            f"DistributedDataParallel.{name} reaches into the reducer, and simulated ranks have none.",
             remedy="leave that call out of the wrap and the step that are traced",
         )
 
