@@ -124,22 +124,8 @@ def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
         yield value
 
 
-@dataclass(frozen=True)
-class HostDevice(ProbesWhatItWatches):
-    """This machine's processor and memory.
-
-    >>> from batchwright.workload import Workload
-    >>> workload = Workload(
-    ...     model=lambda: nn.Linear(8, 1),
-    ...     batch=lambda n: torch.randn(n, 8),
-    ...     loss=lambda model, batch: model(batch).pow(2).mean(),
-    ...     optimizer=lambda params: torch.optim.SGD(params),
-    ... )
-    >>> HostDevice().probe(workload, 4).verdict, HostDevice(limit_bytes=100).probe(workload, 4).verdict
-    ('fits', 'out_of_memory')
-    """
-
-    limit_bytes: int | None = None
+class _RunsOnHost(ProbesWhatItWatches):
+    """What both ways to run on the host have in common."""
 
     @property
     def name(self) -> str:
@@ -155,6 +141,24 @@ class HostDevice(ProbesWhatItWatches):
     def kind(self) -> str:
         """`host`: it runs for real, in main memory."""
         return "host"
+
+
+@dataclass(frozen=True)
+class HostDevice(_RunsOnHost):
+    """This machine's processor and memory.
+
+    >>> from batchwright.workload import Workload
+    >>> workload = Workload(
+    ...     model=lambda: nn.Linear(8, 1),
+    ...     batch=lambda n: torch.randn(n, 8),
+    ...     loss=lambda model, batch: model(batch).pow(2).mean(),
+    ...     optimizer=lambda params: torch.optim.SGD(params),
+    ... )
+    >>> HostDevice().probe(workload, 4).verdict, HostDevice(limit_bytes=100).probe(workload, 4).verdict
+    ('fits', 'out_of_memory')
+    """
+
+    limit_bytes: int | None = None
 
     @property
     def total_bytes(self) -> int | None:
@@ -249,7 +253,7 @@ _ENOUGH_FOR_ALL_THREADS = 32_768 * 64
 
 
 @dataclass(frozen=True)
-class LimitedHost(ProbesWhatItWatches):
+class LimitedHost(_RunsOnHost):
     """This machine's memory, of which a probe may take so many bytes.
 
     >>> from batchwright.workload import Workload
@@ -263,21 +267,6 @@ class LimitedHost(ProbesWhatItWatches):
     limit_bytes: int
     held_bytes: int = 0
     """Of what the process holds before a probe, this much belongs to the budget: a live model's weights."""
-
-    @property
-    def name(self) -> str:
-        """How the device is asked for."""
-        return "cpu"
-
-    @property
-    def torch_device(self) -> torch.device:
-        """Where model and batches are placed."""
-        return torch.device("cpu")
-
-    @property
-    def kind(self) -> str:
-        """`host`: it runs for real, in main memory."""
-        return "host"
 
     @property
     def total_bytes(self) -> int | None:
