@@ -113,7 +113,7 @@ _BUILT_IN = (
         doubt="a kernel that asks for too many registers gives the same code (torch-xpu-ops#5061)",
     ),
     # [R] Under RLIMIT_DATA 157 of 552 errors of a conv net and an LSTM; each new size makes primitives that stay, about
-    # 2.5 MiB for two convolutions. An LSTM whose scratch is refused says "execute" instead. "... primitive descriptor"
+    # 2.5 MiB for two convolutions. An LSTM there said "execute" now and then, cause unknown. "... descriptor"
     # never came: it means that there is no kernel for a shape or dtype (intel-extension-for-pytorch#375,
     # torch-xpu-ops#4066). Other reasons for this one: pytorch#89104 (a bug on one CPU), pytorch#143651 (a service that
     # may not make executable pages).
