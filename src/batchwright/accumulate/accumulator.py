@@ -21,7 +21,7 @@ from batchwright.accumulate.boundary import Boundary
 from batchwright.accumulate.checks import as_list, check_construction
 from batchwright.accumulate.loader import CountingSampler, ReadAhead, WindowSizes, counted_micro_batch
 from batchwright.accumulate.loss_terms import Totals, check_weight, count_units, read_terms
-from batchwright.accumulate.ranks import how_spread
+from batchwright.accumulate.ranks import find_parallelism
 from batchwright.accumulate.weights import TrainedWeights
 from batchwright.accumulate.windows import Windows
 from batchwright.device.batches import clear_num_samples, cut, num_samples
@@ -183,11 +183,11 @@ class Accumulator:
     ) -> None:
         optimizers = as_list(optimizer)
         sizes = WindowSizes(accumulation)
-        spread = how_spread(model)
+        parallelism = find_parallelism(model)
         check_construction(
             model,
             optimizers,
-            spread,
+            parallelism,
             schedulers=as_list(scheduler),
             clip_norm=clip_norm,
             precise=precise,
@@ -196,7 +196,8 @@ class Accumulator:
         )
         boundary = Boundary(
             optimizers,
-            TrainedWeights(model, optimizers, gathers_in_forward=spread.gathers_in_forward),
+            TrainedWeights(model, optimizers, parallelism),
+            parallelism,
             clip_norm=clip_norm,
             scaler=scaler,
             schedulers=as_list(scheduler),
@@ -205,10 +206,10 @@ class Accumulator:
         self.model = model
         self._boundary = boundary
         self.scaler = scaler
-        self.spread = spread
+        self.parallelism = parallelism
         self.schedulers = as_list(scheduler)
         self._splits = on_oom == "split"
-        self._windows = Windows(spread, boundary, sizes, reduces_itself=precise or self._splits)
+        self._windows = Windows(parallelism, boundary, sizes, averages_by_hand=precise or self._splits)
         self._weight: Any = None
 
     @property
@@ -235,7 +236,7 @@ class Accumulator:
     @optimizer.setter
     def optimizer(self, value: Any) -> None:
         self._windows.check_closed(remedy="replace it when backward has returned a Step")
-        weights = TrainedWeights(self.model, as_list(value), gathers_in_forward=self.spread.gathers_in_forward)
+        weights = TrainedWeights(self.model, as_list(value), self.parallelism)
         self._boundary.replace_optimizers(as_list(value), weights)
 
     def backward(
@@ -314,7 +315,7 @@ class Accumulator:
         self._windows.watch(watcher)
 
     def unwatch(self, watcher: WindowWatcher) -> None:
-        """Have it look no more, if it still does."""
+        """Detach `watcher`; does nothing if it is not attached."""
         self._windows.unwatch(watcher)
 
     def state_dict(self) -> dict[str, int]:
@@ -322,7 +323,7 @@ class Accumulator:
         return self._windows.position.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state_dict` stood: the next `micro_batches` leaves out what that epoch had already used."""
+        """Resume from a `state_dict()`: the next `micro_batches` leaves out what that epoch had already used."""
         self._windows.check_closed(remedy="load it before the first backward")
         self._windows.position.load_state_dict(state)
 

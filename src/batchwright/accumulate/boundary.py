@@ -29,38 +29,13 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from batchwright.accumulate.ranks import Parallelism
     from batchwright.accumulate.weights import TrainedWeights
 
 
-# The piece of a gradient that this rank holds, and how many ranks hold the same piece.
-
-
-def local_part(gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's piece of a gradient; all of it where it is not sharded."""
-    # Most are plain, and asking for their type is the quicker question.
-    if type(gradient) is torch.Tensor or not hasattr(gradient, "to_local"):
-        return gradient
-    local: torch.Tensor = gradient.to_local()
-    return local
-
-
-def num_copies(gradient: torch.Tensor) -> float:
-    """Count the ranks that hold the same piece, of those that share the mesh.
-
-    >>> num_copies(torch.ones(2))
-    1.0
-    """
-    mesh = None if type(gradient) is torch.Tensor else getattr(gradient, "device_mesh", None)
-    if mesh is None:
-        return 1.0
-    placements = getattr(gradient, "placements", ())
-    return float(math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_replicate()))
-
-
-# Backward passes through what counts nothing, run only so that this rank keeps step with the others.
-#
-# The mean over no units is not a number, and so is its gradient: multiplying by 0 does not help. So zeros are put in
-# place of whatever leaves a node of the graph that only such a loss reaches. Hooks of DDP and FSDP2 run as ever.
+# A loss that counts nothing is run only so that this rank keeps step with the others. The mean over no units is not a
+# number, and so is its gradient: multiplying by 0 does not help. So zeros are put in place of whatever leaves a node of
+# the graph that only such a loss reaches. Hooks of DDP and FSDP2 run as ever.
 
 
 def zero_backward(loss: torch.Tensor) -> None:
@@ -126,6 +101,7 @@ class Boundary:
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         weights: TrainedWeights,
+        parallelism: Parallelism,
         *,
         clip_norm: float | None,
         scaler: Any,
@@ -134,6 +110,7 @@ class Boundary:
     ) -> None:
         self.optimizers = list(optimizers)
         self.weights = weights
+        self._parallelism = parallelism
         self._clip_norm = clip_norm
         self._scaler = scaler
         self._schedulers = schedulers
@@ -211,7 +188,8 @@ class Boundary:
     @property
     def gradients(self) -> list[torch.Tensor]:
         """The gradients to change in place: of sharded weights this rank's piece, of sparse ones their rows."""
-        return [local_part(_rows(parameter)) for parameter in self.parameters if parameter.grad is not None]
+        piece_of = self._parallelism.piece_of
+        return [piece_of(_rows(parameter)).values for parameter in self.parameters if parameter.grad is not None]
 
     @property
     def has_gradients(self) -> bool:
@@ -220,9 +198,10 @@ class Boundary:
         first = self.parameters[0].grad is not None
         return first or any(parameter.grad is not None for parameter in self.parameters)
 
-    def needs_norm(self, *, is_sharded: bool) -> bool:
+    @property
+    def needs_norm(self) -> bool:
         """Whether a step depends on the norm: to clip by it, or to see an infinity that not every scaler sees."""
-        is_partial = is_sharded or len(self.optimizers) > 1
+        is_partial = self._parallelism.is_sharded or len(self.optimizers) > 1
         return self._clip_norm is not None or (self._scaler is not None and is_partial)
 
     def unscale(self) -> None:
@@ -238,9 +217,8 @@ class Boundary:
         alike: dict[tuple[float, torch.device, torch.dtype], list[torch.Tensor]] = {}
         for parameter in self.parameters:
             if parameter.grad is not None:
-                gradient = _rows(parameter)
-                kind = (num_copies(gradient), gradient.device, gradient.dtype)
-                alike.setdefault(kind, []).append(local_part(gradient))
+                values, num_copies = self._parallelism.piece_of(_rows(parameter))
+                alike.setdefault((num_copies, values.device, values.dtype), []).append(values)
         squares = []
         for (copies, device, _), gradients in alike.items():
             norms = torch.stack(torch._foreach_norm(gradients, 2))

@@ -18,10 +18,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from batchwright.accumulate.checks import BATCH_NORM_NOTE, BatchNormWarning, batch_norms
+from batchwright.accumulate.ranks import SyncFlags
 from batchwright.device.batches import cut, num_samples
 from batchwright.errors import InvalidInputError
 from batchwright.state.process_state import random_sources
@@ -56,8 +56,8 @@ class Replay:
         self._random: list[list[Callable[[], object]]] = []
         self._devices = {p.device for p in model.parameters()} | {torch.device("cpu")}
         self._autocast = [_autocast_now(kind) for kind in sorted({device.type for device in self._devices})]
-        self._spread = _SynchronisingModules(model)
-        self._flags = self._spread.flags()
+        self._sync_flags = SyncFlags(model)
+        self._flags = self._sync_flags.read()
         self._joined: list[torch.Tensor] = []
         self.value: torch.Tensor | None = None
 
@@ -88,14 +88,14 @@ class Replay:
             raise InvalidInputError("backward was called twice on one cached loss: its embeddings are gone.")
         value, self.value = self.value, None
         gradients, of_loss = self._gradients_of_loss(value, upstream)
-        outside, flags = self._random_now(), self._spread.flags()
+        outside, flags = self._random_now(), self._sync_flags.read()
         parts = [[] if g is None else list(g.split(self._sizes)) for g in gradients]
         try:
-            self._spread.set([False] * len(self._flags))
+            self._sync_flags.write_all(False)
             for index, piece in enumerate(self._pieces):
                 is_last = index == len(self._pieces) - 1
                 if is_last:
-                    self._spread.set(self._flags)
+                    self._sync_flags.write(self._flags)
                 for put_back in self._random[index]:
                     put_back()
                 with torch.enable_grad(), contextlib.ExitStack() as stack:
@@ -107,7 +107,7 @@ class Replay:
                 if roots:
                     torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
         finally:
-            self._spread.set(flags)
+            self._sync_flags.write(flags)
             for put_back in outside:
                 put_back()
             self._pieces, self._joined = [], []
@@ -129,36 +129,6 @@ class Replay:
 
     def _random_now(self) -> list[Callable[[], object]]:
         return [put_back for device in self._devices for put_back in random_sources(device).values()]
-
-
-class _SynchronisingModules:
-    """The flags by which DDP and FSDP2 leave out a synchronisation."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._replicated = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        self._sharded: list[Any] = [
-            module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")
-        ]
-
-    def flags(self) -> list[bool]:
-        """What they are set to now, one per module."""
-        return [module.require_backward_grad_sync for module in self._replicated] + [
-            _reduces(module) for module in self._sharded
-        ]
-
-    def set(self, flags: list[bool]) -> None:
-        """Set them, one per module."""
-        for module, flag in zip(self._replicated, flags, strict=False):
-            module.require_backward_grad_sync = flag
-        for sharded, flag in zip(self._sharded, flags[len(self._replicated) :], strict=True):
-            sharded.set_requires_gradient_sync(flag, recurse=False)
-
-
-def _reduces(module: Any) -> bool:
-    # There is no public way to ask; a module without weights of its own has no groups, and no say.
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    return all(group.reduce_grads for group in groups if group is not None)
 
 
 def _autocast_now(kind: str) -> Callable[[], Any]:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from batchwright.accumulate.boundary import Boundary
-    from batchwright.accumulate.ranks import OneProcess
+    from batchwright.accumulate.ranks import Parallelism
 
 
 BATCH_NORM_NOTE = (
@@ -54,7 +53,7 @@ def batch_norms(model: nn.Module) -> list[str]:
 def check_construction(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
-    spread: OneProcess,
+    parallelism: Parallelism,
     *,
     schedulers: Sequence[Any],
     clip_norm: float | None,
@@ -91,16 +90,7 @@ def check_construction(
         raise InvalidInputError(f"clip_norm must be above 0; received {shortened(clip_norm)}.")
     if on_oom not in ("raise", "split"):
         raise InvalidInputError(f'on_oom is "raise" or "split"; received {shortened(on_oom)}.')
-    if spread.gathers_in_forward and on_oom == "split":
-        raise InvalidInputError(
-            'on_oom="split" cannot work under FSDP2: a rank that runs more micro-batches than others waits forever.',
-            remedy="batchwright fit finds a micro-batch that fits on every rank",
-        )
-    if spread.gathers_in_forward and precise:
-        raise InvalidInputError(
-            "precise=True is for weights that a rank holds whole; FSDP2 has its own switch.",
-            remedy="MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
-        )
+    parallelism.check_options(precise=precise, splits=on_oom == "split")
     check_same_weights(model, optimizers)
     names = batch_norms(model)
     if names and not is_single:
@@ -126,13 +116,3 @@ def check_same_weights(model: nn.Module, optimizers: Sequence[torch.optim.Optimi
                 f"{type(optimizer).__name__} holds none of the model's weights: it would step on something else.",
                 remedy="make the optimizer from model.parameters(), after the model is where it stays",
             )
-
-
-def check_gradients_are_there(boundary: Boundary, num_done: int) -> None:
-    """Refuse to go on where somebody has thrown away what a window had added up."""
-    if num_done and not boundary.has_gradients:
-        raise InvalidInputError(
-            f"the gradients of {num_done} micro-batches are gone: somebody zeroed them, stepped another "
-            "optimizer, or computed losses that do not depend on the weights.",
-            remedy="the accumulator zeroes gradients itself; take optimizer.step() and zero_grad() out of the loop",
-        )

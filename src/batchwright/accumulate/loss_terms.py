@@ -62,6 +62,20 @@ class Totals:
         named = {name: amount * factor for name, amount in self.named.items()}
         return Totals(self.units * factor, self.samples * factor, self.window * factor, named)
 
+    def pack(self, names: Sequence[str]) -> list[float]:
+        """Return the totals as numbers, those of `names` last.
+
+        >>> Totals(2.0, 1.0, 1.0, {"words": 2.0}).pack(["words"])
+        [2.0, 1.0, 1.0, 2.0]
+        """
+        return [self.of(kind) for kind in (*REDUCTIONS, *names)]
+
+    @staticmethod
+    def unpack(numbers: Sequence[float], names: Sequence[str]) -> Totals:
+        """Read back what `pack` wrote, or the sum of several."""
+        units, samples, window, *named = numbers
+        return Totals(units, samples, window, dict(zip(names, named, strict=True)))
+
     def of(self, reduction: Reduction) -> float:
         """Return the total that a reduction divides by."""
         if reduction in REDUCTIONS:
@@ -114,7 +128,7 @@ def count_units(batch: Any, weight: Any) -> tuple[float, dict[str, float]]:
         raise InvalidInputError(
             f"a weight by name has names other than {', '.join(REDUCTIONS)}; received {shortened(list(weight))}."
         )
-    named = {name: count_units(batch, each)[0] for name, each in weight.items()}
+    named = {name: count_units(batch, count)[0] for name, count in weight.items()}
     return sum(named.values()), named
 
 

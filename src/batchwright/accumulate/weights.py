@@ -1,7 +1,10 @@
-"""Gradients of 16-bit weights, added up in fp32.
+"""The weights that train, read anew for each window; and 16-bit weights whose gradients are added up in fp32.
 
 Promises:
-- only the sum is wide: forward and backward run as before, and the weights stay as they are;
+- a window clips, steps and zeroes the weights that the model and the optimizers hold when it begins, whatever was
+  frozen, unfrozen, added or swapped before;
+- a change in the middle of a window is an error that names the weights: no step is made with part of a gradient;
+- of 16-bit weights only the sum is wide: forward and backward run as before, and the weights stay as they are;
 - the share of a micro-batch is not rounded to 16 bits with its loss;
 - an optimizer that can take fp32 gradients gets them; any other gets them rounded once, at the end.
 """
@@ -21,15 +24,10 @@ from batchwright.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from batchwright.accumulate.ranks import Parallelism
+
     _Home = tuple[dict[str, nn.Parameter | None], str, str, nn.Parameter]
 
-
-# The weights that train, read anew for each window.
-#
-# Promises:
-# - a window clips, steps and zeroes the weights that the model and the optimizers hold when it begins, whatever was
-#   frozen, unfrozen, added or swapped before;
-# - a change in the middle of a window is an error that names the weights: no step is made with part of a gradient.
 
 _REMEDY = "freeze, unfreeze, add or swap weights between two windows: when backward has returned a Step"
 
@@ -37,20 +35,17 @@ _REMEDY = "freeze, unfreeze, add or swap weights between two windows: when backw
 class TrainedWeights:
     """The weights of a model and of its optimizers, as they are now.
 
-    >>> import torch
+    >>> from batchwright.accumulate.ranks import SingleProcess
     >>> layer = torch.nn.Linear(2, 1)
-    >>> weights = TrainedWeights(layer, [torch.optim.SGD(layer.parameters(), lr=0.1)])
+    >>> weights = TrainedWeights(layer, [torch.optim.SGD(layer.parameters(), lr=0.1)], SingleProcess())
     >>> _ = layer.bias.requires_grad_(False)
     >>> weights.read(), len(weights.trainable), len(weights.held)
     (True, 1, 2)
     """
 
-    def __init__(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, gathers_in_forward: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], parallelism: Parallelism) -> None:
         self._model, self._optimizers = model, list(optimizers)
-        # While a forward of FSDP2 has its weights gathered, the model shows whole doubles in place of its shards.
-        self._gathers = gathers_in_forward
+        self._parallelism = parallelism
         self.trainable: list[nn.Parameter] = []
         """Every weight that may get a gradient: the model's, and what else the optimizers hold."""
         self.held: list[nn.Parameter] = []
@@ -72,10 +67,9 @@ class TrainedWeights:
             if weight is not None
         ]
         held = self._held_now()
-        if self._gathers and _num_sharded(homes) < _num_sharded(self._homes):
+        if self._num_shards(homes) < self._num_shards(self._homes):
             homes = self._homes
-        found = {id(weight): weight for weight in chain((weight for *_, weight in homes), held)}
-        everything = list(found.values())
+        everything = list({id(weight): weight for weight in chain((weight for *_, weight in homes), held)}.values())
         state = [(id(weight), weight.requires_grad, weight.dtype) for weight in everything]
         if state == self._state and _ids(held) == _ids(self.held):
             self._homes = homes
@@ -94,14 +88,17 @@ class TrainedWeights:
 
     def check(self) -> None:
         """Refuse to go on where something changed since `read`."""
+        are_homes_same = self._parallelism.is_sharded or all(
+            name in home and home[name] is weight for home, name, _, weight in self._homes
+        )
         is_same = (
-            [weight.requires_grad for weight in self._all] == [flag for _, flag, _ in self._state]
-            and (self._gathers or all(name in home and home[name] is weight for home, name, _, weight in self._homes))
+            are_homes_same
+            and [weight.requires_grad for weight in self._all] == [flag for _, flag, _ in self._state]
             and all(_ids(children.values()) == before for children, before in self._children)
             and _ids(self._held_now()) == _ids(self.held)
         )
         if not is_same:
-            if not self._gathers:
+            if not self._parallelism.is_sharded:
                 check_same_weights(self._model, self._optimizers)
             raise InvalidInputError(
                 f"the weights that train changed in the middle of a window ({self._changes()}): their gradient would "
@@ -110,7 +107,11 @@ class TrainedWeights:
             )
 
     def _held_now(self) -> list[nn.Parameter]:
-        return [weight for each in self._optimizers for group in each.param_groups for weight in group["params"]]
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [weight for group in groups for weight in group["params"]]
+
+    def _num_shards(self, homes: list[_Home]) -> int:
+        return self._parallelism.num_shards(weight for *_, weight in homes)
 
     def _changes(self) -> str:
         names = {id(weight): name for name, weight in self._model.named_parameters(remove_duplicate=False)}
@@ -119,8 +120,8 @@ class TrainedWeights:
         frozen = [weight for weight in self._all if before[id(weight)] and not weight.requires_grad]
         unfrozen = [weight for weight in self._all if not before[id(weight)] and weight.requires_grad]
         added = [weight for weight in self._held_now() if id(weight) not in held]
-        there = {id(weight) for weight in self._model.parameters()}
-        gone = [name for *_, name, weight in self._homes if not self._gathers and id(weight) not in there]
+        kept = {id(weight) for weight in self._model.parameters()}
+        gone = [name for *_, name, weight in self._homes if not self._parallelism.is_sharded and id(weight) not in kept]
         parts = [
             f"{how} {_listed([names.get(id(weight), 'a weight outside the model') for weight in weights])}"
             for how, weights in (("frozen:", frozen), ("unfrozen:", unfrozen), ("added to the optimizer:", added))
@@ -132,10 +133,6 @@ class TrainedWeights:
 
 def _ids(things: Iterable[object]) -> list[int]:
     return list(map(id, things))
-
-
-def _num_sharded(homes: list[_Home]) -> int:
-    return sum(hasattr(weight, "device_mesh") for *_, weight in homes)
 
 
 def _listed(names: list[str]) -> str:

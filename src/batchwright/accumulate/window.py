@@ -1,35 +1,30 @@
-"""Where training stands: windows finished in all, and what of the present epoch is used up."""
+"""One window: while it is filled (`OpenWindow`), and what its optimizer step did (`Step`).
+
+Promises:
+- each loss is scaled by its share of what was planned; what was used instead is corrected once, at the end;
+- a plan that came from reading ahead is exact, so that nothing is left to correct;
+- a `Step` reads nothing from a device until somebody wants the number, and then needs no other rank;
+- its loss is the mean over the units of the window and of all ranks, not divided by anything else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from batchwright.accumulate.loss_terms import LossTerm, Reduction, Totals
 from batchwright.errors import InvalidInputError
-from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    import torch
-
-    from batchwright.accumulate.loader import MicroBatch, WindowSizes
-
-
-# `Step`: what one optimizer step did.
-#
-# Promises:
-# - nothing is read from a device until somebody asks, and asking needs no other rank;
-# - the loss is the mean over the units of the window and of all ranks, not divided by anything else.
 
 
 @dataclass
 class WeightedMean:
     """The mean of a loss over the micro-batches of a window, taken when somebody asks for the number.
 
-    >>> import torch
     >>> mean = WeightedMean()
     >>> mean.add(torch.tensor(1.0), 1.0)
     >>> mean.add(torch.tensor(4.0), 2.0)
@@ -56,8 +51,6 @@ class WeightedMean:
 
 
 def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
-    import torch
-
     stacked = torch.stack([value.reshape(()) for value in values])
     # In 16 bits a weight would be rounded.
     return stacked if stacked.dtype == torch.float64 else stacked.float()
@@ -72,11 +65,11 @@ class Step:
     units: float
     """The weights of the window on all ranks: tokens, or whatever was counted."""
     samples: int | None
-    """Samples of the window on all ranks; None where nothing told them."""
+    """Samples of the window on all ranks; None if they were not counted."""
     micro_batches: int
     """Micro-batches that were used, on all ranks."""
     skipped: str | None = None
-    """Why the optimizer did not step; None where it did."""
+    """Why the optimizer did not step; None if it did."""
     splits: int = 0
     """How often a micro-batch of this rank ran out of memory and was cut in two."""
     losses: tuple[WeightedMean | float, ...] = field(default=(), repr=False)
@@ -126,13 +119,6 @@ class Step:
         return text_to_html(str(self))
 
 
-# A window that is being filled: what it was planned to hold, and what has gone into it.
-#
-# Promises:
-# - each loss is scaled by its share of what was planned; what was used instead is corrected once, at the end;
-# - a plan that came from reading ahead is exact, so that nothing is left to correct.
-
-
 @dataclass
 class OpenWindow:
     """The window of one rank, between two optimizer steps."""
@@ -162,7 +148,7 @@ class OpenWindow:
                 self.losses.setdefault(term.over, WeightedMean()).add(term.value.detach(), amount)
 
     def correction(self, used: Totals, reductions: Iterable[Reduction]) -> float:
-        """Return what the gradient must be multiplied by, now that all ranks have told what they used.
+        """Return what the gradient must be multiplied by, now that it is known what all ranks used.
 
         >>> window = OpenWindow(planned=Totals(units=4.0), num_left=0)
         >>> window.correction(Totals(units=3.0), ["units"])
@@ -176,64 +162,3 @@ class OpenWindow:
                 remedy="for micro in accumulator.micro_batches(loader, weight=...), and no skip()",
             )
         return factors.pop()
-
-
-class Position:
-    """Counts windows and micro-batches, and can be put back to where it stood.
-
-    >>> position = Position()
-    >>> position.finish_window([])
-    >>> position.state_dict()
-    {'number': 1, 'windows_done': 1, 'micro_batches_done': 0}
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-        """Windows finished so far."""
-        self.windows_done = self.micro_batches_done = 0
-        """Of this epoch."""
-        self._resumes = False
-
-    def begin_epoch(self) -> int:
-        """Return how many micro-batches of the epoch are done: none, but right after `load_state_dict`."""
-        if not self._resumes:
-            self.end_epoch()
-        self._resumes = False
-        return self.micro_batches_done
-
-    def end_epoch(self) -> None:
-        """Forget what was used of it."""
-        self.windows_done = self.micro_batches_done = 0
-
-    def finish_window(self, micro_batches: Iterable[MicroBatch]) -> None:
-        """Count a window, and what it used of the loader."""
-        self.number += 1
-        self.windows_done += 1
-        self.micro_batches_done += sum(micro_batch.num_read for micro_batch in micro_batches)
-
-    def size_of_next(self, sizes: WindowSizes, *, is_reading: bool) -> int:
-        """Return how many micro-batches the next window has."""
-        named = sizes.num_named
-        # A plain loop does not say where an epoch begins: after the last window that is named comes the first.
-        window = self.windows_done if is_reading or not named else self.windows_done % named
-        return sizes.of(self.number, window)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the position as of the last finished window."""
-        return {
-            "number": self.number,
-            "windows_done": self.windows_done,
-            "micro_batches_done": self.micro_batches_done,
-        }
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a position: the next epoch begins there."""
-        if not isinstance(state, Mapping) or not {"number", "windows_done", "micro_batches_done"} <= set(state):
-            raise InvalidInputError(f"this is no state of an Accumulator: {shortened(state)}.")
-        number, windows, micro_batches = (
-            whole_number(state[name], name, least=0) for name in ("number", "windows_done", "micro_batches_done")
-        )
-        if windows > number:
-            raise InvalidInputError(f"this state counts {windows:,} windows of an epoch, and {number:,} in all.")
-        self.number, self.windows_done, self.micro_batches_done = number, windows, micro_batches
-        self._resumes = True

@@ -1,59 +1,55 @@
-"""Windows one after the other: opened, filled, synchronised, stepped.
+"""Windows one after the other: opened, filled, synchronised, stepped; and where in an epoch they stand.
 
 Promises:
 - the flag that synchronises ranks is set before each forward, and put back on close, exception and flush;
-- a window that was read ahead is as long on every rank.
+- a window that was read ahead is as long on every rank;
+- a watcher sees every backward, and every finished window before its gradients are clipped; it changes none, and what
+  it has to say goes with the one exchange between ranks that a window makes anyhow.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batchwright.accumulate.checks import check_gradients_are_there
 from batchwright.accumulate.loader import CountingSampler
 from batchwright.accumulate.loss_terms import Totals
 from batchwright.accumulate.ranks import exchange
-from batchwright.accumulate.window import OpenWindow, Position, Step
+from batchwright.accumulate.window import OpenWindow, Step
 from batchwright.errors import InvalidInputError
+from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from batchwright.accumulate.boundary import Boundary
     from batchwright.accumulate.loader import MicroBatch, ReadAhead, WindowSizes
     from batchwright.accumulate.loss_terms import LossTerm
-    from batchwright.accumulate.ranks import OneProcess, Planned, Used
-
-
-# What may look at the windows of an Accumulator while they run: the noise of gradients is measured so.
-#
-# Promises:
-# - a watcher sees every backward, and every finished window before its gradients are clipped; it changes none;
-# - what it has to tell goes with the one exchange between ranks that a window makes anyhow.
+    from batchwright.accumulate.ranks import Parallelism, Planned, Used
 
 
 class WindowWatcher(Protocol):
-    """Looks at windows; all ranks have one, or none has."""
+    """Looks at windows, as the measurement of gradient noise does; all ranks have one, or none has."""
 
     def expect(self, num_parts: int) -> None:
-        """Be told, before its first forward, how many micro-batches on all ranks the next window has."""
+        """Make ready for a window of so many micro-batches on all ranks; called before its first forward."""
 
     def pieces(self) -> int:
-        """Say what the next window is to be cut into where it is one micro-batch; asked once `tell` was called."""
+        """Return what the next window is cut into if it is one micro-batch; called after `report`."""
         ...
 
     def around(self, shares: Sequence[float], counts: Totals) -> AbstractContextManager[None]:
         """Look at the backward of one micro-batch, whose terms are multiplied by these shares."""
         ...
 
-    def tell(self) -> Sequence[Any]:
-        """Return numbers for all ranks, now that gradients are synchronised and unscaled; as many on each rank."""
+    def report(self) -> Sequence[Any]:
+        """Return a packed record, now that gradients are synchronised and unscaled; as many numbers on each rank."""
         ...
 
     def learn(self, rows: list[Sequence[Any]], factor: float) -> None:
-        """Take what the ranks told; the gradient is still to be multiplied by `factor`, 0 where nothing was used."""
+        """Take the records of all ranks; the gradient is still to be multiplied by `factor`, 0 if nothing was used."""
 
 
 class _Nobody:
@@ -68,7 +64,7 @@ class _Nobody:
     def around(self, shares: Sequence[float], counts: Totals) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def tell(self) -> Sequence[Any]:
+    def report(self) -> Sequence[Any]:
         return ()
 
     def learn(self, rows: list[Sequence[Any]], factor: float) -> None:
@@ -78,22 +74,85 @@ class _Nobody:
 NOBODY: WindowWatcher = _Nobody()
 
 
+class Position:
+    """Counts windows and micro-batches, and can be put back to where it stood.
+
+    >>> position = Position()
+    >>> position.finish_window([])
+    >>> position.state_dict()
+    {'number': 1, 'windows_done': 1, 'micro_batches_done': 0}
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        """Windows finished so far."""
+        self.windows_done = self.micro_batches_done = 0
+        """Of this epoch."""
+        self._resumes = False
+
+    def begin_epoch(self) -> int:
+        """Return how many micro-batches of the epoch are done: none, but right after `load_state_dict`."""
+        if not self._resumes:
+            self.end_epoch()
+        self._resumes = False
+        return self.micro_batches_done
+
+    def end_epoch(self) -> None:
+        """Forget what was used of it."""
+        self.windows_done = self.micro_batches_done = 0
+
+    def finish_window(self, micro_batches: Iterable[MicroBatch]) -> None:
+        """Count a window, and what it used of the loader."""
+        self.number += 1
+        self.windows_done += 1
+        self.micro_batches_done += sum(micro_batch.num_read for micro_batch in micro_batches)
+
+    def size_of_next(self, sizes: WindowSizes, *, is_reading: bool) -> int:
+        """Return how many micro-batches the next window has."""
+        named = sizes.num_named
+        # A plain loop does not say where an epoch begins: after the last window that is named comes the first.
+        window = self.windows_done if is_reading or not named else self.windows_done % named
+        return sizes.of(self.number, window)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position as of the last finished window."""
+        return {
+            "number": self.number,
+            "windows_done": self.windows_done,
+            "micro_batches_done": self.micro_batches_done,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a position: the next epoch begins there."""
+        if not isinstance(state, Mapping) or not {"number", "windows_done", "micro_batches_done"} <= set(state):
+            raise InvalidInputError(f"this is no state of an Accumulator: {shortened(state)}.")
+        number, windows, micro_batches = (
+            whole_number(state[name], name, least=0) for name in ("number", "windows_done", "micro_batches_done")
+        )
+        if windows > number:
+            raise InvalidInputError(f"this state counts {windows:,} windows of an epoch, and {number:,} in all.")
+        self.number, self.windows_done, self.micro_batches_done = number, windows, micro_batches
+        self._resumes = True
+
+
 NO_UNITS = "the window holds no units: every weight is 0"
 
 
 class Windows:
     """The windows of one rank."""
 
-    def __init__(self, spread: OneProcess, boundary: Boundary, sizes: WindowSizes, *, reduces_itself: bool) -> None:
+    def __init__(
+        self, parallelism: Parallelism, boundary: Boundary, sizes: WindowSizes, *, averages_by_hand: bool
+    ) -> None:
         self.sizes = sizes
         self.position = Position()
         self.awaited: MicroBatch | None = None
-        self._spread = spread
+        self._parallelism = parallelism
         self._boundary = boundary
         # Gradients that are wide, or that a failed backward may leave half made, are synchronised by hand at the end;
         # so are all where DDP waits for one that does not come.
-        self._always_by_hand = reduces_itself
-        self._reduces_itself = reduces_itself or not spread.finishes(boundary.parameters)
+        self._always_by_hand = averages_by_hand
+        self._is_by_hand = averages_by_hand or not parallelism.reaches_all(boundary.parameters)
         self._open: OpenWindow | None = None
         self._reader: ReadAhead | None = None
         self._ahead: Planned | None = None
@@ -116,9 +175,9 @@ class Windows:
         if self._open is None:
             size = self._next_size() or 1
             # What was used instead is corrected at the end. All ranks must assume the same: not what they have here.
-            like = counts if self._spread.size == 1 else self._typical
-            assumed = Totals(like.units or 1.0, like.samples or 1.0, 1.0).times(size * self._spread.size)
-            self._begin(OpenWindow(assumed, size, ranks=self._spread.size))
+            like = counts if self._parallelism.size == 1 else self._typical
+            assumed = Totals(like.units or 1.0, like.samples or 1.0, 1.0).times(size * self._parallelism.size)
+            self._begin(OpenWindow(assumed, size, ranks=self._parallelism.size))
         assert self._open is not None
         return self._open
 
@@ -133,20 +192,20 @@ class Windows:
         self._expect(self._next_size())
 
     def unwatch(self, watcher: WindowWatcher) -> None:
-        """Have it look no more."""
+        """Detach a watcher; does nothing if it is not attached."""
         if self._watcher is watcher:
             self._watcher = NOBODY
 
     def _begin(self, window: OpenWindow) -> None:
         self._boundary.begin()
-        by_hand = self._always_by_hand or not self._spread.finishes(self._boundary.parameters)
-        if by_hand and not self._reduces_itself and window.num_left == 1 and not self.is_reading:
+        by_hand = self._always_by_hand or not self._parallelism.reaches_all(self._boundary.parameters)
+        if by_hand and not self._is_by_hand and window.num_left == 1 and not self.is_reading:
             raise InvalidInputError(
                 "weights were frozen since DDP wrapped the model, and the forward of this window's only micro-batch "
                 "already made ready to synchronise them.",
                 remedy="for micro in accumulator.micro_batches(loader), or wrap the model again after freezing",
             )
-        self._reduces_itself = by_hand
+        self._is_by_hand = by_hand
         self._open = window
 
     def add(self, terms: list[LossTerm], counts: Totals) -> None:
@@ -154,7 +213,7 @@ class Windows:
         window = self.open(counts)
         shares = window.shares(terms, counts)
         # Where other ranks wait for every weight that this loss reaches, what counts nothing is run through as well.
-        keeps_step = self._spread.gathers_in_forward or self._synchronises(window)
+        keeps_step = self._others_wait(window.num_left)
         with self._watcher.around(shares, counts):
             self._boundary.backward([term.value for term in terms], shares, keeps_step=keeps_step)
         window.num_with_gradient += any(shares)
@@ -169,7 +228,7 @@ class Windows:
         if window.num_left:
             self._set_flag()
             return None
-        return self._end(window, is_synchronised=not self._reduces_itself)
+        return self._end(window, is_synchronised=not self._is_by_hand)
 
     def flush(self) -> Step | None:
         """Step with what there is."""
@@ -181,7 +240,7 @@ class Windows:
         try:
             return None if window is None else self._end(window, is_synchronised=False)
         finally:
-            self._spread.restore()
+            self._parallelism.restore()
             if self._open is None:
                 self.position.end_epoch()
 
@@ -210,11 +269,11 @@ class Windows:
             self._expect(self._next_size())
         finally:
             self._reader = self._ahead = self.awaited = None
-            self._spread.restore()
+            self._parallelism.restore()
 
     def _yielded_window(self, reader: ReadAhead, planned: Planned) -> Iterator[Any]:
         filled = reader.filled(planned.micro_batches, planned.longest)
-        self._begin(OpenWindow(planned.totals, planned.longest, ranks=self._spread.size))
+        self._begin(OpenWindow(planned.totals, planned.longest, ranks=self._parallelism.size))
         self._expect(planned.longest)
         for micro_batch in filled:
             self._set_flag()
@@ -227,10 +286,11 @@ class Windows:
                 )
 
     def _look_ahead(self) -> None:
-        _, self._ahead = exchange(
-            self._spread, None, None, self._reader, self._next_size, self._watcher.pieces, names=self.names
-        )
+        _, self._ahead = exchange(self._parallelism, None, self._reader, self._read_window(), names=self.names)
         self._sizes_ahead = self.sizes
+
+    def _read_window(self) -> list[MicroBatch]:
+        return [] if self._reader is None else self._reader.read_window(self._next_size, self._watcher.pieces)
 
     def _end(self, window: OpenWindow, *, is_synchronised: bool) -> Step:
         try:
@@ -240,19 +300,24 @@ class Windows:
             self._open = None
             self._boundary.zero()
             raise
-        if self._spread.size > 1:
+        if self._parallelism.size > 1:
             weights = self._boundary.parameters
-            by_hand = self._spread.left_out(weights) if is_synchronised else weights
+            by_hand = self._parallelism.left_out(weights) if is_synchronised else weights
             if by_hand:
-                self._spread.reduce(by_hand)
+                self._parallelism.average(by_hand)
         self._boundary.unscale()
         self.position.finish_window([] if self._ahead is None else self._ahead.micro_batches)
         self._counting.received(self.position.micro_batches_done)
-        has_norm = self._boundary.needs_norm(is_sharded=self._spread.gathers_in_forward)
-        square = self._boundary.square_of_norm() if has_norm else None
-        told, pieces = self._watcher.tell(), self._watcher.pieces
+        square = self._boundary.square_of_norm() if self._boundary.needs_norm else None
+        watched = self._watcher.report()
         used, self._ahead = exchange(
-            self._spread, window, square, self._reader, self._next_size, pieces, told, self.names
+            self._parallelism,
+            window,
+            self._reader,
+            self._read_window(),
+            square=square,
+            watched=watched,
+            names=self.names,
         )
         self._sizes_ahead = self.sizes
         self._typical = used.totals.times(1 / (used.totals.window or 1.0))
@@ -305,9 +370,16 @@ class Windows:
             raise InvalidInputError("this micro-batch is done already: one backward, run or skip each.")
 
     def check_gradients(self) -> None:
-        """Refuse to go on where somebody has thrown away what the window had added up."""
-        if self._open is not None and not self._spread.gathers_in_forward:  # FSDP2 keeps them elsewhere meanwhile
-            check_gradients_are_there(self._boundary, self._open.num_with_gradient)
+        """Refuse to go on if somebody has thrown away what the window had added up."""
+        if self._open is None or self._parallelism.is_sharded:  # between backwards FSDP2 keeps gradients elsewhere
+            return
+        number = self._open.num_with_gradient
+        if number and not self._boundary.has_gradients:
+            raise InvalidInputError(
+                f"the gradients of {number} micro-batches are gone: somebody zeroed them, stepped another "
+                "optimizer, or computed losses that do not depend on the weights.",
+                remedy="the accumulator zeroes gradients itself; take optimizer.step() and zero_grad() out of the loop",
+            )
 
     def check_weights(self) -> None:
         """Refuse to go on where the weights that train changed since the window began."""
@@ -318,25 +390,27 @@ class Windows:
         """Refuse to leave out a micro-batch that other ranks wait for."""
         self.check_awaited()
         left = self._open.num_left if self._open else self._next_size()
-        if self._spread.gathers_in_forward or (left == 1 and self._spread.size > 1 and not self._reduces_itself):
+        if self._others_wait(left):
             raise InvalidInputError(
-                f"this micro-batch cannot be left out: under {self._spread.name} the other ranks wait for it.",
+                f"this micro-batch cannot be left out: under {self._parallelism.name} the other ranks wait for it.",
                 remedy="backward(loss, weight=0): it runs, and counts nothing",
             )
 
     def _expect(self, num_micro_batches: int) -> None:
-        self._watcher.expect(num_micro_batches * self._spread.size)
+        self._watcher.expect(num_micro_batches * self._parallelism.size)
 
     def _next_size(self) -> int:
         return self.position.size_of_next(self.sizes, is_reading=self.is_reading)
 
-    def _synchronises(self, window: OpenWindow) -> bool:
-        return window.num_left == 1 and self._spread.size > 1 and not self._reduces_itself
+    def _others_wait(self, num_left: int) -> bool:
+        """Whether other ranks wait for the backward after which so many micro-batches less one are to come."""
+        is_synchronised = num_left == 1 and self._parallelism.size > 1 and not self._is_by_hand
+        return self._parallelism.is_sharded or is_synchronised
 
     def _set_flag(self) -> None:
         """Say before the next forward whether its backward synchronises."""
-        if self._spread.size > 1:
+        if self._parallelism.size > 1:
             left = self._open.num_left if self._open else self._next_size()
-            self._spread.synchronise_next(left == 1 and not self._reduces_itself)
-        elif not self._spread.finishes(self._boundary.parameters):
-            self._spread.synchronise_next(False)  # a single rank has nobody to wait for
+            self._parallelism.synchronise_next(left == 1 and not self._is_by_hand)
+        elif not self._parallelism.reaches_all(self._boundary.parameters):
+            self._parallelism.synchronise_next(False)  # a single rank has nobody to wait for

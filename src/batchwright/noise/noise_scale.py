@@ -23,7 +23,14 @@ from batchwright.accumulate.checks import as_list, batch_norms, check_same_weigh
 from batchwright.errors import InvalidInputError
 from batchwright.noise.capture.leaves import square
 from batchwright.noise.capture.own_loop import OwnLoop
-from batchwright.noise.capture.windows_seen import PROBE_TOLERANCES, REASONS, ROUGH, RanksAlike, Told, WatchedWindows
+from batchwright.noise.capture.watched_windows import (
+    PROBE_TOLERANCES,
+    REASONS,
+    ROUGH,
+    MeasuredWindow,
+    RanksAlike,
+    WatchedWindows,
+)
 from batchwright.noise.track import Squares, Track, ratio
 from batchwright.units import counted, shortened, whole_number
 
@@ -291,11 +298,10 @@ class NoiseScale:
     def _read(self) -> None:
         unread, self._unread = self._unread, []
         for rows, factor, number in unread:
-            told = Told.read(
+            told = MeasuredWindow.read(
                 rows,
-                len(self._track.names),
+                self._source.parallelism,
                 factor=factor,
-                is_sharded=self._source.is_sharded,
                 population=self._population,
                 probe_tolerance=PROBE_TOLERANCES.get(self._source.leaves.weights.itemsize, ROUGH),
                 is_own_loop=self.accumulator is None,
@@ -308,7 +314,7 @@ class NoiseScale:
             if self._alike.add(told.squares_by_rank):
                 self.note(self._alike.warning)
 
-    def _name_unit(self, told: Told) -> None:
+    def _name_unit(self, told: MeasuredWindow) -> None:
         if self._population is not None and not told.samples:
             self.note("nothing told how many samples a micro-batch has, so population= is not corrected for")
         if self._has_unit:

@@ -1,6 +1,7 @@
-"""Hooks on the weights of a model, which see what each backward pass adds before it is added.
+"""Squared norms of gradients, taken by hooks on the weights, which see what each backward adds before it is added.
 
 Promises:
+- squares are exact enough to be subtracted from each other;
 - no gradient is copied, kept or changed; what is kept of a backward is a number per weight, on its device;
 - ranks do not matter: the hook sees this rank's own gradient, before DDP or FSDP2 reduce it;
 - a weight whose gradient came in several pieces within one pass is noticed: the squares of pieces do not add up.
@@ -16,7 +17,6 @@ from weakref import WeakMethod
 import torch
 from torch.nn.parameter import is_lazy
 
-from batchwright.accumulate.boundary import local_part, num_copies
 from batchwright.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -24,12 +24,11 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-
-# A hook that neither keeps its owner alive nor travels with a copy of the model.
+    from batchwright.accumulate.ranks import Parallelism
 
 
 class WeakHook:
-    """Calls a method as long as its object lives; pickled or copied it calls nothing.
+    """A hook that calls a method as long as its object lives; pickled or copied with a model it calls nothing.
 
     >>> import copy
     >>> class Counter:
@@ -54,12 +53,9 @@ class WeakHook:
         return WeakHook, ()
 
 
-# Squared norms of gradients, exact enough to be subtracted from each other.
-#
 # A plain fp32 reduction over a million entries is off by up to 1e-4 of itself, and T is a small difference of large
 # squares. So a gradient is reduced to the norms of its rows, one operation; they are squared and added up in fp64,
-# those
-# of all weights together, since the cost of many small operations is what shows in a step.
+# those of all weights together, since the cost of many small operations is what shows in a step.
 
 # Longer rows are cut where they can be: fp32 keeps 1e-7 over about so many entries.
 _LONGEST_ROW, _ROW = 4096, 1024
@@ -95,9 +91,9 @@ def add_squares(
     wide = torch.float32 if device.type == "mps" else torch.float64
     totals = []
     for group in range(num_groups):
-        mine = [each for each, its_group in zip(norms, groups, strict=True) if its_group == group]
-        alike = [each if each.dtype == mine[0].dtype else each.to(mine[0].dtype) for each in mine]
-        joined = torch.cat([each.to(device) for each in alike]) if mine else torch.zeros(1, device=device)
+        mine = [rows for rows, its_group in zip(norms, groups, strict=True) if its_group == group]
+        alike = [rows if rows.dtype == mine[0].dtype else rows.to(mine[0].dtype) for rows in mine]
+        joined = torch.cat([rows.to(device) for rows in alike]) if mine else torch.zeros(1, device=device)
         totals.append(joined.to(wide).square_().sum())
     return torch.stack(totals)
 
@@ -109,21 +105,6 @@ def square(gradient: torch.Tensor) -> torch.Tensor:
     12000.0
     """
     return add_squares([row_norms(gradient)], [0], 1, gradient.device)[0]
-
-
-def squares_of_gradients(
-    parameters: Sequence[torch.Tensor], groups: Sequence[int], num_groups: int, device: torch.device
-) -> torch.Tensor:
-    """Return the squares of the gradients that parameters hold now, by group, of shards this rank's."""
-    norms, its_groups = [], []
-    for parameter, group in zip(parameters, groups, strict=True):
-        gradient = parameter.grad
-        if gradient is not None:
-            copies = num_copies(gradient)
-            found = row_norms(local_part(gradient))
-            norms.append(found if copies == 1 else found / copies**0.5)
-            its_groups.append(group)
-    return add_squares(norms, its_groups, num_groups, device)
 
 
 _NUM_PROBES = 2
@@ -153,21 +134,21 @@ class Weights:
     @staticmethod
     def of(model: nn.Module, optimizers: Sequence[Any]) -> Weights:
         """Take the weights that optimizers hold, group by group."""
-        found: dict[int, tuple[nn.Parameter, int]] = {}
+        held: dict[int, tuple[nn.Parameter, int]] = {}
         names: list[str] = []
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.requires_grad:
-                        found.setdefault(id(parameter), (parameter, len(names)))
+                        held.setdefault(id(parameter), (parameter, len(names)))
                 names.append(str(group.get("name", f"group {len(names)}")))
-        if any(is_lazy(parameter) for parameter, _ in found.values()):
+        if any(is_lazy(parameter) for parameter, _ in held.values()):
             raise InvalidInputError(
                 "the model has lazy parameters, whose shapes are not known before its first forward.",
                 remedy="run one forward before NoiseScale is made",
             )
-        others = sum(p.requires_grad and id(p) not in found for p in model.parameters())
-        return Weights([p for p, _ in found.values()], [group for _, group in found.values()], names, others)
+        others = sum(p.requires_grad and id(p) not in held for p in model.parameters())
+        return Weights([p for p, _ in held.values()], [group for _, group in held.values()], names, others)
 
     def is_same_as(self, other: Weights) -> bool:
         """Whether nothing was frozen, thawed, added or taken away."""
@@ -193,13 +174,15 @@ class _Seen:
 class LeafSquares:
     """The squared norm of what a backward pass adds to each weight."""
 
-    def __init__(self, model: nn.Module, weights: Weights, *, has_probes: bool = False) -> None:
+    def __init__(self, weights: Weights, parallelism: Parallelism, *, has_probes: bool = False) -> None:
         self.weights = weights
+        self._parallelism = parallelism
         self._seen = _Seen()
-        self._signs = _signs(weights.parameters) if has_probes and not _sharded(model) else {}
+        # Of shards the sum of what micro-batches brought is on another rank.
+        self._signs = _signs(weights.parameters) if has_probes and not parallelism.is_sharded else {}
         handles = [
             leaf.register_hook(_hook(self._seen, index, weights.parameters[index], self._signs.get(index)))
-            for index, leaf in enumerate(_leaves(model, weights.parameters))
+            for index, leaf in enumerate(parallelism.autograd_leaves(weights.parameters))
         ]
         self.let_go = weakref.finalize(self, remove_all, handles)
 
@@ -230,17 +213,27 @@ class LeafSquares:
 
     def squares(self) -> torch.Tensor:
         """The squares of the pass, by group; not taken where examples were told apart."""
-        weights, found = self.weights, self._seen.norms
-        groups = [weights.groups[index] for index in found]
-        return add_squares(list(found.values()), groups, len(weights.names), weights.device)
+        weights, norms = self.weights, self._seen.norms
+        groups = [weights.groups[index] for index in norms]
+        return add_squares(list(norms.values()), groups, len(weights.names), weights.device)
+
+    def squares_of_gradients(self) -> torch.Tensor:
+        """The squares of the gradients that the weights hold now, by group; of shards this rank's."""
+        norms, groups = [], []
+        for parameter, group in zip(self.weights.parameters, self.weights.groups, strict=True):
+            if parameter.grad is not None:
+                values, num_copies = self._parallelism.piece_of(parameter.grad)
+                norms.append(row_norms(values) if num_copies == 1 else row_norms(values) / num_copies**0.5)
+                groups.append(group)
+        return add_squares(norms, groups, len(self.weights.names), self.weights.device)
 
     def squares_of_examples(self) -> torch.Tensor | None:
         """The squares of each example, by group: groups x examples; None where some weight has none."""
-        weights, found = self.weights, self._seen.examples
-        if found.keys() != self._seen.fired or not found:
+        weights, by_weight = self.weights, self._seen.examples
+        if by_weight.keys() != self._seen.fired or not by_weight:
             return None
-        stacked = torch.stack([each.to(weights.device) for each in found.values()])
-        index = torch.tensor([weights.groups[index] for index in found], device=weights.device)
+        stacked = torch.stack([squares.to(weights.device) for squares in by_weight.values()])
+        index = torch.tensor([weights.groups[index] for index in by_weight], device=weights.device)
         return stacked.new_zeros(len(weights.names), stacked.shape[1]).index_add_(0, index, stacked)
 
     def probe(self) -> torch.Tensor | float:
@@ -249,9 +242,9 @@ class LeafSquares:
 
     def probe_of_gradients(self) -> torch.Tensor | float:
         """The same of the gradients that are there now."""
-        gradients = [(self.weights.parameters[index].grad, signs) for index, signs in self._signs.items()]
-        found = [_probe(each, signs) for each, signs in gradients if each is not None and not each.is_sparse]
-        return _total(found, self.weights.device)
+        pairs = [(self.weights.parameters[index].grad, signs) for index, signs in self._signs.items()]
+        probes = [_probe(grad, signs) for grad, signs in pairs if grad is not None and not grad.is_sparse]
+        return _total(probes, self.weights.device)
 
 
 def _hook(
@@ -275,27 +268,6 @@ def _hook(
             seen.examples[index] = examples
 
     return see
-
-
-def _leaves(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """Return what autograd hands each weight's gradient to: the weight, or under FSDP2 its unsharded double."""
-    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
-    whole: dict[str, torch.Tensor] = {}
-    # Hooks on the shards never fire. The doubles are made once and stay; only their memory comes and goes, and one
-    # group at a time, since all of them may not fit.
-    for module in _sharded(model):
-        module.unshard()
-        try:
-            now = model.named_parameters(remove_duplicate=False)
-            whole.update({name: parameter for name, parameter in now if names.get(id(parameter)) != name})
-        finally:
-            module.reshard()
-    return [whole.get(names.get(id(parameter), ""), parameter) for parameter in parameters]
-
-
-def _sharded(model: nn.Module) -> list[Any]:
-    """The modules that FSDP2 shards by themselves."""
-    return [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
 
 
 def _signs(parameters: Sequence[nn.Parameter]) -> dict[int, torch.Tensor]:

@@ -6,7 +6,9 @@ Promises:
 - every micro-batch is taken to weigh the same; how the loop scales its loss does not matter, as long as it does not
   change. Micro-batches of another size are noticed, and their window is left out;
 - one micro-batch per step is looked at example by example, or, where some module is not known, cut in two by a second
-  backward; which, and why, is said.
+  backward; which, and why, is said;
+- `torch.autograd.backward` is replaced only while somebody listens, and is as it was after the last has left; a
+  listener cannot fail the user's backward, and passes within a pass are not listened to.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.accumulate.ranks import how_spread
+from batchwright.accumulate.ranks import find_parallelism
 from batchwright.device.batches import possible_sizes, tensors_in
 from batchwright.noise.capture.example_norms import ExampleNorms, UnknownModuleError
 from batchwright.noise.capture.example_uses import mixes_samples
 from batchwright.noise.capture.halves import Halves
-from batchwright.noise.capture.leaves import LeafSquares, WeakHook, Weights, remove_all, squares_of_gradients
-from batchwright.noise.capture.windows_seen import (
+from batchwright.noise.capture.leaves import LeafSquares, WeakHook, Weights, remove_all
+from batchwright.noise.capture.watched_windows import (
     DROPPED,
     IN_PIECES,
     OTHER_SIZES,
@@ -35,21 +37,17 @@ from batchwright.noise.capture.windows_seen import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Listener = Callable[[Any, Any], None]
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
-    from batchwright.noise.capture.windows_seen import Sink
+    from batchwright.noise.capture.watched_windows import Sink
+
+    Listener = Callable[[Any, Any], None]
 
 
-# Be told of a backward pass before it begins: hooks on weights come too late, when the graph behind them is gone.
-#
-# Promises:
-# - `torch.autograd.backward` is replaced only while somebody listens, and is as it was after the last has left;
-# - what a listener does cannot fail the user's backward; passes within a pass are not told of.
+# Hooks on weights come too late to cut a batch: the graph behind them is gone. So listeners are called before a
+# backward begins, by a replacement of `torch.autograd.backward`.
 
 _lock = threading.Lock()
 _listeners: list[Listening] = []
@@ -68,7 +66,7 @@ class Listening:
         with _lock:
             if self in _listeners:
                 _listeners.remove(self)
-            if not _listeners and torch.autograd.backward is _told:
+            if not _listeners and torch.autograd.backward is _backward:
                 torch.autograd.backward = _original
 
 
@@ -78,20 +76,20 @@ def listen(listener: Listener) -> Listening:
     mine = Listening(listener)
     with _lock:
         _listeners.append(mine)
-        if torch.autograd.backward is not _told:
+        if torch.autograd.backward is not _backward:
             _original = torch.autograd.backward
-            functools.update_wrapper(_told, _original)
-            torch.autograd.backward = _told
+            functools.update_wrapper(_backward, _original)
+            torch.autograd.backward = _backward
     return mine
 
 
-def _told(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
     if getattr(_within, "is_on", False):
         return _original(tensors, grad_tensors, *args, **kwargs)
     _within.is_on = True
     try:
-        for each in tuple(_listeners):
-            each.listener(tensors, grad_tensors)
+        for listening in tuple(_listeners):
+            listening.listener(tensors, grad_tensors)
         return _original(tensors, grad_tensors, *args, **kwargs)
     finally:
         _within.is_on = False
@@ -117,8 +115,8 @@ class OwnLoop:
         # The sink holds this object, and must be free to go, and its hooks with it.
         self._sink: Sink = weakref.proxy(sink)
         self._reason = ""
-        self._spread = how_spread(model)
-        self.leaves = LeafSquares(model, Weights.of(model, optimizers), has_probes=True)
+        self.parallelism = find_parallelism(model)
+        self.leaves = LeafSquares(Weights.of(model, optimizers), self.parallelism, has_probes=True)
         self._on_first = WeakHook(self._backward_begins)
         self.num_windows = 0
         # The mean gradient is read from the backward on that was the last of the window before: most loops are even.
@@ -142,16 +140,6 @@ class OwnLoop:
         self.let_go = weakref.finalize(self, remove_all, handles)
         self._begin()
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ranks hold pieces of gradients."""
-        return self._spread.gathers_in_forward
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that share a step."""
-        return self._spread.size
-
     def close(self) -> None:
         """Take every hook away."""
         self.leaves.let_go()
@@ -167,13 +155,13 @@ class OwnLoop:
             weights = Weights.of(self._model, self._optimizers)
             if not weights.is_same_as(self.leaves.weights):
                 self.leaves.let_go()
-                self.leaves = LeafSquares(self._model, weights, has_probes=True)
+                self.leaves = LeafSquares(weights, self.parallelism, has_probes=True)
                 self._look_at_parts(False)
                 self._examples, self._halves = self._known_examples(), self._new_halves()
                 self._sink.weights_changed(weights)
             self._sums = WindowSums(len(weights.names))
             self._wait()
-        self._look_at_parts(is_measured and self._num_before * self._spread.size == 1)
+        self._look_at_parts(is_measured and self._num_before * self.parallelism.size == 1)
 
     def _wait(self) -> None:
         """Be ready for the next backward, whenever it comes."""
@@ -195,7 +183,7 @@ class OwnLoop:
         # Within a backward it is checkpointing that runs the model again.
         if self._sums is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
-        if self._num_backward and not self.is_sharded and not self._has_gradients():
+        if self._num_backward and not self.parallelism.is_sharded and not self._has_gradients():
             # They were thrown away without a step, as a scaler does that found an infinity.
             self._sink.skip(DROPPED)
             self._drop()
@@ -236,10 +224,7 @@ class OwnLoop:
             sums.add(self.leaves.squares(), self._micro_batch, self._micro_batch, factor)
         self._of_mean = None
         if self._num_backward >= self._num_before:
-            weights = self.leaves.weights
-            self._of_mean = squares_of_gradients(
-                weights.parameters, weights.groups, len(weights.names), weights.device
-            ) / (factor * factor)
+            self._of_mean = self.leaves.squares_of_gradients() / (factor * factor)
             sums.end_probe(self.leaves.probe_of_gradients())
         self._wait()
 
@@ -259,11 +244,10 @@ class OwnLoop:
                 sums.reason = sums.reason or UNPAIRED
             if self._of_mean is None:
                 sums.reason = sums.reason or UNEXPECTED
-            weights = self.leaves.weights
             # What the loop steps with is taken for the mean over its micro-batches, so each is so many times larger.
             sums.multiply(number * number)
-            of_mean = torch.zeros(len(weights.names)) if self._of_mean is None else self._of_mean
-            rows = self._spread.gather(sums.numbers(of_mean)) if self._spread.size > 1 else [sums.numbers(of_mean)]
+            of_mean = torch.zeros(len(self.leaves.weights.names)) if self._of_mean is None else self._of_mean
+            rows = self.parallelism.gather(sums.for_ranks(of_mean).pack())
             self._num_before = number
             self._sink.learn(rows, 1.0, self.num_windows + 1)
         self.leaves.stop()
@@ -282,7 +266,7 @@ class OwnLoop:
         self._of_mean = None
 
     def _known_examples(self) -> ExampleNorms | None:
-        if self._spread.size > 1:
+        if self.parallelism.size > 1:
             return None
         if self._batch_dim:
             self._reason = f"samples lie along dimension {self._batch_dim}"
@@ -296,13 +280,13 @@ class OwnLoop:
             return None
 
     def _new_halves(self) -> Halves | None:
-        if self._spread.size > 1 or self.is_sharded or any(map(mixes_samples, self._model.modules())):
+        if self.parallelism.size > 1 or self.parallelism.is_sharded or any(map(mixes_samples, self._model.modules())):
             return None
         parameters = self.leaves.weights.parameters
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         return Halves(
             parameters,
-            [names.get(id(each), f"a weight of shape {tuple(each.shape)}") for each in parameters],
+            [names.get(id(weight), f"a weight of shape {tuple(weight.shape)}") for weight in parameters],
             samples=self._micro_batch,
             batch_dim=self._batch_dim,
         )

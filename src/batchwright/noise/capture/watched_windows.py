@@ -1,6 +1,8 @@
-"""The gradients of an Accumulator's micro-batches, seen as they come.
+"""The gradients of an Accumulator's micro-batches, seen as they come, and what ranks tell each other of them.
 
 Promises:
+- numbers stay on their device until somebody wants the estimate;
+- what makes a window unusable travels with the numbers, so that all ranks leave out the same windows;
 - the micro-batch's share of the loss and the loss scale are taken out of its gradient, and clipping comes later: none
   of them changes the answer;
 - a window of one micro-batch is looked at example by example, or, where some module is not known, cut in two; which,
@@ -12,14 +14,14 @@ from __future__ import annotations
 import math
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from batchwright.accumulate.checks import as_list, batch_norms
 from batchwright.noise.capture.example_norms import ExampleNorms, UnknownModuleError
-from batchwright.noise.capture.leaves import LeafSquares, Weights, squares_of_gradients
+from batchwright.noise.capture.leaves import LeafSquares, Weights
 from batchwright.noise.track import Observation, Squares
 
 if TYPE_CHECKING:
@@ -27,13 +29,8 @@ if TYPE_CHECKING:
 
     from batchwright.accumulate.accumulator import Accumulator
     from batchwright.accumulate.loss_terms import Totals
+    from batchwright.accumulate.ranks import Parallelism
 
-
-# Do the ranks draw from the same data? Where each has a stratum of its own, the spread between them is no noise.
-#
-# Told by the size of the gradients: where one rank's are larger or smaller than another's again and again, by more
-# than
-# chance allows. Strata whose gradients differ only in direction are not seen.
 
 _LEAST_STEPS = 20
 # So many standard errors; with few ranks and a look at every step, chance alone hardly ever gets there.
@@ -41,7 +38,10 @@ _TOO_FAR = 6.0
 
 
 class RanksAlike:
-    """Keeps the mean and spread of each rank's deviation from the mean over ranks.
+    """Watches whether ranks draw from the same data; if each has a stratum of its own, their spread is no noise.
+
+    Seen by size: one rank's gradients are larger or smaller than another's again and again, by more than chance
+    allows. Strata whose gradients differ only in direction are not seen.
 
     >>> alike = RanksAlike()
     >>> [alike.add((1.0 + step % 3, 9.0 + step % 2)) for step in range(30)].count(True)
@@ -83,12 +83,6 @@ class RanksAlike:
         return self._has_warned
 
 
-# What one rank knows of a window, as a few numbers: added up micro-batch by micro-batch, told to the others once.
-#
-# Promises:
-# - numbers stay on their device until somebody asks for the estimate;
-# - what makes a window unusable travels with the numbers, so that all ranks leave out the same windows.
-
 # In the order of precedence; the number of a reason is what ranks tell each other.
 REASONS = (
     "",
@@ -120,8 +114,6 @@ REASONS = (
     DOES_NOT_ADD_UP,
     UNEVEN_RANKS,
 ) = range(1, len(REASONS))
-# Numbers that a rank tells besides the squares of its groups.
-_NUM_OTHERS = 8
 # Gradients in 16 bits are rounded with every micro-batch that is added.
 PROBE_TOLERANCES = {4: 1e-3, 8: 1e-6}
 ROUGH = 5e-2
@@ -131,7 +123,7 @@ class Sink(Protocol):
     """Takes what is found of the windows."""
 
     def learn(self, rows: Sequence[Sequence[Any]], factor: float, number: int) -> None:
-        """Take what all ranks told of the window of this number; its gradient is to be multiplied by `factor`."""
+        """Take the `RankSums` of all ranks, packed, for the window of this number; its gradient counts `factor`."""
 
     def skip(self, reason: int) -> None:
         """Count a window that cannot be used."""
@@ -143,8 +135,47 @@ class Sink(Protocol):
         """Say something to the user, once."""
 
 
+@dataclass(frozen=True)
+class RankSums:
+    """What one rank knows of a window: what it tells the others, once."""
+
+    weighted: tuple[Any, ...]
+    """By group: the squares of each part times its units, added up; numbers, or still on their device."""
+    of_mean: tuple[Any, ...]
+    """By group: the squares of the mean gradient, of shards this rank's."""
+    units: float = 0.0
+    samples: float = 0.0
+    parts: float = 0.0
+    reason: float = 0.0
+    """Why the window cannot be used, a number of `REASONS`; the one field whose sum over ranks means nothing."""
+    scale_changes: Any = 0.0
+    probe: Any = 0.0
+    """A random combination of what the parts added."""
+    probe_size: Any = 0.0
+    final_probe: Any = 0.0
+    """The same combination of the gradient in the end."""
+
+    def pack(self) -> list[Any]:
+        """Return it as numbers, as many on every rank."""
+        others = [getattr(self, field.name) for field in fields(self)[2:]]
+        return [*self.weighted, *self.of_mean, *others]
+
+    @staticmethod
+    def unpack(row: Sequence[Any]) -> RankSums:
+        """Read back what `pack` wrote, all from its device in one transfer.
+
+        >>> sums = RankSums((1.0, 2.0), (3.0, 4.0), units=8.0, parts=2.0)
+        >>> RankSums.unpack(sums.pack()) == sums
+        True
+        """
+        numbers = _floats(row)
+        num_groups = (len(numbers) - len(fields(RankSums)) + 2) // 2
+        weighted, of_mean = tuple(numbers[:num_groups]), tuple(numbers[num_groups : 2 * num_groups])
+        return RankSums(weighted, of_mean, *numbers[2 * num_groups :])
+
+
 class WindowSums:
-    """The sums of one window on one rank."""
+    """The sums of one window on one rank, while it is filled."""
 
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
@@ -156,7 +187,7 @@ class WindowSums:
         self.reason = 0
         self._probe: Any = 0.0
         self._probe_size: Any = 0.0
-        self._probe_in_the_end: Any = 0.0
+        self._final_probe: Any = 0.0
 
     def add(self, squares: torch.Tensor, units: float, samples: float, factor: Any) -> None:
         """Add a part of so many units, whose gradient came multiplied by `factor` (a number, or on the device)."""
@@ -196,28 +227,27 @@ class WindowSums:
 
     def end_probe(self, probe: Any) -> None:
         """Note the same combination of the gradient in the end."""
-        self._probe_in_the_end = probe
+        self._final_probe = probe
 
-    def numbers(self, squares_of_mean: torch.Tensor) -> list[Any]:
-        """Return what to tell: the same number of numbers on every rank."""
-        weighted = [0.0] * self._num_groups if self._weighted is None else list(self._weighted.unbind())
-        return [
-            *weighted,
-            *squares_of_mean.unbind(),
-            self.units,
-            self.samples,
-            float(self.parts),
-            float(self.reason),
-            self._scale_changes,
-            self._probe,
-            self._probe_in_the_end,
-            self._probe_size,
-        ]
+    def for_ranks(self, squares_of_mean: torch.Tensor) -> RankSums:
+        """Return what the other ranks are told."""
+        return RankSums(
+            weighted=(0.0,) * self._num_groups if self._weighted is None else self._weighted.unbind(),
+            of_mean=squares_of_mean.unbind(),
+            units=self.units,
+            samples=self.samples,
+            parts=float(self.parts),
+            reason=float(self.reason),
+            scale_changes=self._scale_changes,
+            probe=self._probe,
+            probe_size=self._probe_size,
+            final_probe=self._final_probe,
+        )
 
 
 @dataclass(frozen=True)
-class Told:
-    """The numbers of all ranks, read."""
+class MeasuredWindow:
+    """A window of all ranks, read from their sums."""
 
     observations: tuple[Observation, ...]
     """One per group; empty where the window cannot be used."""
@@ -230,44 +260,56 @@ class Told:
     @staticmethod
     def read(
         rows: Sequence[Sequence[Any]],
-        num_groups: int,
+        parallelism: Parallelism,
         *,
         factor: float = 1.0,
-        is_sharded: bool = False,
         population: int | None = None,
         probe_tolerance: float = ROUGH,
         is_own_loop: bool = False,
-    ) -> Told:
-        """Read the rows of all ranks; the mean gradient is still to be multiplied by `factor`.
+    ) -> MeasuredWindow:
+        """Read the packed `RankSums` of all ranks.
 
-        `population` is counted in samples. In a loop of a user's own all ranks must have as many parts.
+        Arguments:
+            rows: one per rank.
+            parallelism: how the model is spread over them.
+            factor: what the mean gradient is still to be multiplied by.
+            population: the samples of a dataset that is drawn from without replacement.
+            probe_tolerance: how far what the parts added may be from the gradient in the end.
+            is_own_loop: in a loop of the user's own all ranks must have as many parts.
         """
-        table = [_floats(row) for row in rows]
-        columns = list(zip(*table, strict=True))[-_NUM_OTHERS:]
-        units, samples, parts, _, changes, added, _, size = (sum(column) for column in columns)
-        # Every rank ends with the mean over ranks of what all of them added.
-        is_off = abs(added / len(table) - columns[6][0]) > probe_tolerance * (size / len(table) + abs(columns[6][0]))
-        is_uneven = is_own_loop and len(set(columns[2])) > 1
-        reason = int(max(columns[3])) or (SCALE_CHANGED if changes else 0)
+        ranks = [RankSums.unpack(row) for row in rows]
+        units, samples, parts = (sum(getattr(rank, n) for rank in ranks) for n in ("units", "samples", "parts"))
+        reason = int(max(rank.reason for rank in ranks)) or (SCALE_CHANGED if _any_scale_changed(ranks) else 0)
+        is_uneven = is_own_loop and len({rank.parts for rank in ranks}) > 1
         reason = reason or (UNEVEN_RANKS if is_uneven else SINGLE if parts < 2 else 0)
         in_units = population * units / samples if population is not None and samples else None
         observations = []
-        for group in range(num_groups):
-            weighted = sum(row[group] for row in table)
-            # Where every rank holds whole gradients they are alike; shards add up.
-            of_mean = [row[num_groups + group] for row in table]
-            mean = (sum(of_mean) if is_sharded else of_mean[0]) * factor * factor
+        for group in range(len(ranks[0].weighted)):
+            weighted = sum(rank.weighted[group] for rank in ranks)
+            mean = parallelism.total_square([rank.of_mean[group] for rank in ranks]) * factor * factor
             seen = Squares(weighted, units, round(parts)).observe(mean, population=in_units)
             if seen is not None:
                 observations.append(seen)
         if not all(seen.is_finite for seen in observations):
             reason = reason or NOT_FINITE
         # The parts of a mean cannot be shorter than the mean itself (Cauchy and Schwarz).
-        of_parts = sum(sum(row[:num_groups]) for row in table)
-        if is_off or sum(seen.trace for seen in observations) * (parts - 1) < -1e-3 * of_parts:
+        of_parts = sum(sum(rank.weighted) for rank in ranks)
+        is_short = sum(seen.trace for seen in observations) * (parts - 1) < -1e-3 * of_parts
+        if is_short or _is_probe_off(ranks, probe_tolerance):
             reason = reason or DOES_NOT_ADD_UP
-        each = tuple(sum(row[:num_groups]) / row[-_NUM_OTHERS] for row in table if row[-_NUM_OTHERS])
-        return Told(() if reason else tuple(observations), units, samples, reason, each)
+        by_rank = tuple(sum(rank.weighted) / rank.units for rank in ranks if rank.units)
+        return MeasuredWindow(() if reason else tuple(observations), units, samples, reason, by_rank)
+
+
+def _any_scale_changed(ranks: Sequence[RankSums]) -> bool:
+    return bool(sum(rank.scale_changes for rank in ranks))
+
+
+def _is_probe_off(ranks: Sequence[RankSums], tolerance: float) -> bool:
+    """Whether a rank ends with something else than the mean over ranks of what all of them added."""
+    added, size = (sum(getattr(rank, name) for rank in ranks) / len(ranks) for name in ("probe", "probe_size"))
+    final: float = ranks[0].final_probe
+    return abs(added - final) > tolerance * (size + abs(final))
 
 
 def _floats(row: Sequence[Any]) -> list[float]:
@@ -290,16 +332,16 @@ class WatchedWindows:
         # It holds this object, and must be free to go.
         self._accumulator = weakref.ref(accumulator)
         self._model, self._scaler = accumulator.model, accumulator.scaler
-        self._num_ranks, self.is_sharded = accumulator.spread.size, accumulator.spread.gathers_in_forward
+        self.parallelism = accumulator.parallelism
         self._every = every
         self._sink = sink
-        self.leaves = LeafSquares(self._model, self._weights())
+        self.leaves = LeafSquares(self._weights(), self.parallelism)
         self._examples: ExampleNorms | None = None
         self._cannot_tell_examples = ""
         self._is_by_example = False
         self._sums: WindowSums | None = None
         self.num_windows = 0
-        self._has_told = False
+        self._has_reported = False
 
     def close(self) -> None:
         """Take every hook away."""
@@ -327,7 +369,7 @@ class WatchedWindows:
 
     def pieces(self) -> int:
         """Cut a single micro-batch in two where its examples cannot be told apart."""
-        if self._num_ranks > 1 or (self.num_windows + self._has_told) % self._every:
+        if self.parallelism.size > 1 or (self.num_windows + self._has_reported) % self._every:
             return 1
         self._try_examples()
         # Statistics of half a batch would be others.
@@ -365,19 +407,15 @@ class WatchedWindows:
         else:
             sums.add(self.leaves.squares(), counts.units, counts.samples, factor)
 
-    def tell(self) -> Sequence[Any]:
+    def report(self) -> Sequence[Any]:
         """Return the sums of the window, and the squares of its gradient."""
-        self._has_told = True
-        if self._sums is None:
-            return ()
-        weights = self.leaves.weights
-        of_mean = squares_of_gradients(weights.parameters, weights.groups, len(weights.names), weights.device)
-        return self._sums.numbers(of_mean)
+        self._has_reported = True
+        return () if self._sums is None else self._sums.for_ranks(self.leaves.squares_of_gradients()).pack()
 
     def learn(self, rows: list[Sequence[Any]], factor: float) -> None:
-        """Hand on what all ranks told."""
+        """Hand on the records of all ranks."""
         self.num_windows += 1
-        self._has_told = False
+        self._has_reported = False
         if self._sums is not None:
             self._sums = None
             accumulator = self._accumulator()
@@ -391,7 +429,7 @@ class WatchedWindows:
 
     def _weights_changed(self, weights: Weights) -> None:
         self.leaves.let_go()
-        self.leaves = LeafSquares(self._model, weights)
+        self.leaves = LeafSquares(weights, self.parallelism)
         self._look_at_examples(False)
         self._examples, self._cannot_tell_examples = None, ""
         self._sink.weights_changed(weights)
