@@ -524,3 +524,23 @@ def test_a_loss_that_counts_its_calls_is_called_neither_random_nor_given_a_cause
     assert (found.exact, found.cause, num_calls) == (False, None, 0)
     assert any("differs from call to call with the same random numbers" in note for note in found.notes)
     assert not any("random even without dropout" in note for note in found.notes)
+    assert (found.is_random, found.is_stateful, found.to_dict()["random"]) == (False, True, False)
+    first, *others = str(found).splitlines()
+    assert "cannot be judged, for the loss differs from call to call" in first
+    assert any("no cause is named: the loss differs from call to call with the same" in line for line in others)
+    assert not any("is random" in line for line in (first, *others))
+    assert "fix that first" in (found.remedy or "")
+
+
+def test_a_replay_of_a_loss_that_counts_its_calls_does_not_call_it_random() -> None:
+    num_calls = 0
+
+    def annealed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return square_mean(model, batch) * num_calls
+
+    workload = Workload(model=lambda: nn.Linear(6, 5), batch=rows, loss=annealed, optimizer=sgd)
+    replayed = audit_workload(workload, dropout="replayed")
+    assert any("the loss differs from call to call: the gradient was not compared" in note for note in replayed.notes)
+    assert "is random" not in str(replayed)

@@ -21,7 +21,7 @@ from batchwright.accumulate.boundary import Boundary
 from batchwright.accumulate.checks import as_list, check_construction
 from batchwright.accumulate.loader import CountingSampler, ReadAhead, WindowSizes, counted_micro_batch
 from batchwright.accumulate.loss_terms import Totals, check_weight, count_units, read_terms
-from batchwright.accumulate.ranks import find_parallelism
+from batchwright.accumulate.ranks import check_data_parallel, find_parallelism
 from batchwright.accumulate.weights import TrainedWeights
 from batchwright.accumulate.windows import Windows
 from batchwright.device.batches import clear_num_samples, cut, num_samples
@@ -183,6 +183,7 @@ class Accumulator:
     ) -> None:
         optimizers = as_list(optimizer)
         sizes = WindowSizes(accumulation)
+        check_data_parallel(model)
         parallelism = find_parallelism(model)
         check_construction(
             model,

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import weakref
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.accumulate.undisturbed import clipping_is_off
 from batchwright.accumulate.weights import (
     WideShares,
     narrow_parameters,
@@ -25,13 +25,16 @@ from batchwright.accumulate.weights import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
     from batchwright.accumulate.ranks import Parallelism
     from batchwright.accumulate.weights import TrainedWeights
 
+
+CLIP_LISTENER: ContextVar[Callable[[list[Any]], None] | None] = ContextVar("CLIP_LISTENER", default=None)
+"""Set by an audit, which judges gradients before they are clipped: called with the weights instead of clipping."""
 
 # A loss that counts nothing is run only so that this rank keeps step with the others. The mean over no units is not a
 # number, and so is its gradient: multiplying by 0 does not help. So zeros are put in place of whatever leaves a node of
@@ -267,9 +270,15 @@ class Boundary:
             for flag in self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
                 flag.fill_(1.0)
 
+    def _may_clip(self) -> bool:
+        listener = CLIP_LISTENER.get()
+        if listener is not None:
+            listener([])
+        return listener is None
+
     def _scale(self, factor: float, norm: torch.Tensor | float | None) -> None:
         coefficient: torch.Tensor | float = factor
-        if self._clip_norm is not None and norm is not None and not clipping_is_off():
+        if self._clip_norm is not None and norm is not None and self._may_clip():
             room = self._clip_norm / (norm + 1e-6)
             # A norm that is not a number must stay one.
             coefficient = factor * (torch.clamp(room, max=1.0) if isinstance(room, torch.Tensor) else _at_most_1(room))

@@ -332,15 +332,21 @@ class FSDP2(_Ranks):
 
 
 def find_parallelism(model: nn.Module) -> Parallelism:
-    """Find out how a model is spread over ranks; refuse what is not data-parallel over all of them.
+    """Find out how a model is spread over ranks.
 
     >>> find_parallelism(torch.nn.Linear(2, 1)).name
     'one process'
     """
     if find_replicated(model):
         return DDP(model)
-    if not dist.is_available() or not dist.is_initialized():
-        return SingleProcess()
+    has_ranks = dist.is_available() and dist.is_initialized()
+    return FSDP2(model) if has_ranks and find_sharded(model) else SingleProcess()
+
+
+def check_data_parallel(model: nn.Module) -> None:
+    """Refuse a model that is spread otherwise than by its data over all ranks."""
+    if not dist.is_available() or not dist.is_initialized() or find_replicated(model):
+        return
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
@@ -348,16 +354,14 @@ def find_parallelism(model: nn.Module) -> Parallelism:
             "the model is wrapped in FullyShardedDataParallel (FSDP1), which always synchronises.",
             remedy="torch.distributed.fsdp.fully_shard (FSDP2)",
         )
-    sharded = find_sharded(model)
-    if not sharded:
-        return SingleProcess()
-    mesh = next(p.device_mesh for module in sharded for p in module.parameters() if hasattr(p, "device_mesh"))
-    if mesh.size() != dist.get_world_size():
-        raise InvalidInputError(
-            f"the model's mesh has {mesh.size()} of {dist.get_world_size()} ranks: not all of them share the data.",
-            remedy="data-parallel ranks only; with tensor parallelism keep your own loop and audit it",
-        )
-    return FSDP2(model)
+    shards = (p for module in find_sharded(model) for p in module.parameters() if hasattr(p, "device_mesh"))
+    for shard in islice(shards, 1):
+        if shard.device_mesh.size() != dist.get_world_size():
+            raise InvalidInputError(
+                f"the model's mesh has {shard.device_mesh.size()} of {dist.get_world_size()} ranks: not all of them "
+                "share the data.",
+                remedy="data-parallel ranks only; with tensor parallelism keep your own loop and audit it",
+            )
 
 
 def find_replicated(model: nn.Module) -> list[DistributedDataParallel]:

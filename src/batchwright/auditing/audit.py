@@ -12,12 +12,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
+from batchwright.accumulate.ranks import find_parallelism
 from batchwright.auditing.audit_result import BIG_BATCH, TOLERANCES, Audit, Cause, Compared, SplitAudit, split_name
-from batchwright.auditing.caught_loop import catch_window
+from batchwright.auditing.audited_workload import AuditedWorkload
 from batchwright.auditing.causes import (
     BATCH_NORM,
     MISSING_NO_SYNC,
@@ -30,6 +29,7 @@ from batchwright.auditing.causes import (
     REPEATED,
     SCALED,
     SEVERAL_STEPS,
+    STATEFUL_LOSS,
     STEPPED_BY_HAND,
     SYNC_LOST,
     TAIL_DROPPED,
@@ -41,7 +41,7 @@ from batchwright.auditing.causes import (
     without_clip_by_hand,
 )
 from batchwright.auditing.gradients import Gradient, compare_modules
-from batchwright.auditing.subject import Subject
+from batchwright.auditing.loop_recorder import record_window
 from batchwright.device.step import build_optimizers, needing_larger_micro_batches
 from batchwright.errors import InvalidInputError
 from batchwright.memory.estimate import check_shape
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from batchwright.auditing.caught_loop import CaughtWindow
+    from batchwright.auditing.loop_recorder import RecordedWindow
     from batchwright.workload import Workload
 
 
@@ -91,64 +91,46 @@ def _read(one: Any) -> tuple[int, ...]:
     )
 
 
-# How often a loop synchronises gradients: the model wrapped as it is trained, in a group of one rank.
-#
-# One rank is enough to count. The gradient is the same whether one micro-batch synchronises or all do, so only the
-# count
-# tells; where none does, ranks drift apart.
+def judge_synchronisations(audit: Audit, workload: Workload, subject: AuditedWorkload, sizes: Sequence[int]) -> Audit:
+    """Return the audit with how often the loop synchronises, if there is a window and a `wrap` that can be counted.
 
-
-def judge_synchronisations(found: Audit, workload: Workload, subject: Subject, sizes: Sequence[int]) -> Audit:
-    """Return the audit with what the count says, where there is a window and a `wrap` that makes a DDP model."""
+    The gradient is the same whether one micro-batch synchronises or all do, so only the count tells; a group of one
+    rank is enough for that.
+    """
     if workload.wrap is None or workload.window is None or len(sizes) < 2:
-        return found
+        return audit
     if dist.is_initialized():
-        return _noted(found, "synchronisations were not counted: a process group is already there")
+        return _noted(audit, "synchronisations were not counted: a process group is already there")
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with kept_random_state():
             # In place, as it is given back: an optimizer that was handed in holds these very weights.
-            wrapped = workload.wrap(subject.model)
-            if not isinstance(wrapped, DistributedDataParallel):
-                return _noted(found, f"synchronisations were not counted: wrap= makes a {type(wrapped).__name__}")
-            count = _count(workload, wrapped, subject.micro_batches(sizes))
+            wrapped, window = workload.wrap(subject.model), workload.window
+            count = find_parallelism(wrapped).count_synchronisations(
+                lambda: record_window(
+                    window, wrapped, build_optimizers(workload, wrapped), subject.micro_batches(sizes)
+                )
+            )
     finally:
         dist.destroy_process_group()
-    found = _noted(found, f"under DDP gradients are synchronised {count} times in a window of {len(sizes)}")
+    if count is None:
+        return _noted(audit, f"synchronisations were not counted: wrap= makes a {type(wrapped).__name__}")
+    audit = _noted(audit, f"under DDP gradients are synchronised {count} times in a window of {len(sizes)}")
     if count == 1:
-        return found
+        return audit
     cause = SYNC_LOST if count == 0 else MISSING_NO_SYNC
-    found = replace(found, is_synchronised=count > 0)
-    if found.cause is not None:
-        return _noted(found, f"also {cause.name}: {cause.explanation}; {cause.remedy}")
-    return replace(found, cause=cause.name, explanation=cause.explanation, remedy=cause.remedy)
+    audit = replace(audit, is_synchronised=count > 0)
+    if audit.cause is not None:
+        return _noted(audit, f"also {cause.name}: {cause.explanation}; {cause.remedy}")
+    return replace(audit, cause=cause.name, explanation=cause.explanation, remedy=cause.remedy)
 
 
-def _noted(found: Audit, note: str) -> Audit:
-    return replace(found, notes=(*found.notes, note))
+def _noted(audit: Audit, note: str) -> Audit:
+    return replace(audit, notes=(*audit.notes, note))
 
 
-def _count(workload: Workload, model: DistributedDataParallel, micro_batches: list[Any]) -> int:
-    counts: dict[int, int] = {}
-
-    def count(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        counts[bucket.index()] = counts.get(bucket.index(), 0) + 1
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    # DDP looks at the annotations, which are text under `from __future__ import annotations`.
-    bucket_kind = dist.GradBucket  # type: ignore[attr-defined]
-    count.__annotations__ = {"bucket": bucket_kind, "return": torch.futures.Future[torch.Tensor]}
-    model.register_comm_hook(None, count)
-    optimizers = build_optimizers(workload, model)
-    assert workload.window is not None
-    catch_window(workload.window, model, optimizers, micro_batches)
-    return max(counts.values(), default=0)
-
-
-class Comparable(Protocol):
+class AuditSubject(Protocol):
     """Samples that can be run as one batch and as an accumulation."""
 
     dtype: str
@@ -183,11 +165,11 @@ class Comparable(Protocol):
         """Return the gradient of the loss of one batch."""
         ...
 
-    def accumulated(self, micro_batches: Sequence[Any], *, detailed: bool = False, seed: int = 0) -> CaughtWindow:
+    def accumulated(self, micro_batches: Sequence[Any], *, detailed: bool = False, seed: int = 0) -> RecordedWindow:
         """Return what the loop would step with."""
         ...
 
-    def twice(self, micro_batches: Sequence[Any]) -> list[CaughtWindow]:
+    def twice(self, micro_batches: Sequence[Any]) -> list[RecordedWindow]:
         """Return two windows in a row on the same samples; one where only one can be run."""
         ...
 
@@ -206,8 +188,13 @@ class Comparable(Protocol):
         ...
 
     @property
+    def is_stateful(self) -> bool:
+        """Whether the loss differs from call to call with the same random numbers."""
+        ...
+
+    @property
     def is_random_known(self) -> bool:
-        """Whether that was asked already: where it is dear, it is asked only where gradients differ."""
+        """Whether `is_random` was measured already: if that is dear, it is measured only if gradients differ."""
         ...
 
     def compared_with(self, sizes: Sequence[int]) -> Compared:
@@ -239,26 +226,26 @@ def audit_workload(
     ...         *[model(batch).pow(2).mean().backward() for batch in batches], optimizer.step()
     ...     ],
     ... )
-    >>> found = audit_workload(workload)
-    >>> found.exact, round(found.ratio, 3), found.cause
+    >>> audit = audit_workload(workload)
+    >>> audit.exact, round(audit.ratio, 3), audit.cause
     (False, 4.0, 'count ignored')
     """
     _check(workload, dtype, dropout)
     check_shape(workload, shape or {})
     sizes = read_splits(splits, whole_number(micro_batch, "micro_batch"), whole_number(accumulation, "accumulation"))
-    subject = Subject(workload, max(map(sum, sizes)), dtype=dtype, dropout=dropout, shape=dict(shape or {}))
+    subject = AuditedWorkload(workload, max(map(sum, sizes)), dtype=dtype, dropout=dropout, shape=dict(shape or {}))
     has_window = workload.window is not None
     # A window of the user's own may hold fewer micro-batches at the end of an epoch; plain accumulation has no end.
     tails = [sizes[0][:1]] if has_window and len(sizes[0]) > 1 and splits is None else []
     if has_window and splits is not None:
         subject.notes.append("a last, incomplete window was not tried; leave out splits for that")
     what = "the workload's own window" if has_window else "the loss under plain accumulation (no window= was handed in)"
-    found = audit_subject(subject, sizes, tails, name=workload.name, what=what)
-    return judge_synchronisations(found, workload, subject, sizes[0])
+    audit = audit_subject(subject, sizes, tails, name=workload.name, what=what)
+    return judge_synchronisations(audit, workload, subject, sizes[0])
 
 
 def audit_subject(
-    subject: Comparable, sizes: Sequence[tuple[int, ...]], tails: Sequence[tuple[int, ...]], *, name: str, what: str
+    subject: AuditSubject, sizes: Sequence[tuple[int, ...]], tails: Sequence[tuple[int, ...]], *, name: str, what: str
 ) -> Audit:
     """Compare every split, run a second window after the first, and look for the cause of what is off."""
     accumulation = len(sizes[0])
@@ -270,16 +257,16 @@ def audit_subject(
         tried = [_before_clip_by_hand(subject, one, sizes[0]) for one in tried]
         defects, condition = _defects(subject, tried[0], windows)
         causes = [
-            None if one.result.exact or subject.is_random else _find_cause(subject, one, accumulation, defects)
+            None if one.result.exact or _is_unsteady(subject) else _find_cause(subject, one, accumulation, defects)
             for one in tried
         ]
         causes = _in_keeping(causes)
         compared = subject.compared_with(sizes[0])
     # What is wrong in every window comes before what is wrong in the last one.
     worst = max(range(len(tried)), key=lambda i: _how_bad(tried[i], is_tail=i >= len(sizes)))
-    found = _first_to_fix(subject, tried, compared, causes[worst], defects)
+    first = _first_to_fix(subject, tried, compared, causes[worst], defects)
     splits = [replace(one.result, cause=why.name if why else None) for one, why in zip(tried, causes, strict=True)]
-    others = {why.name: why for why in (*causes, *defects) if why is not None and why.name != (found and found.name)}
+    others = {why.name: why for why in (*causes, *defects) if why is not None and why.name != (first and first.name)}
     second = None
     if len(windows) > 1:
         mine, theirs = windows[1].gradient, windows[0].gradient
@@ -291,9 +278,9 @@ def audit_subject(
         splits=tuple(splits),
         worst=splits[worst],
         modules=compare_modules(tried[worst].judged, tried[worst].reference),
-        cause=(found.name or None) if found else None,
-        remedy=found.remedy if found else None,
-        explanation=found.explanation if found else "",
+        cause=(first.name or None) if first else None,
+        remedy=first.remedy if first else None,
+        explanation=first.explanation if first else "",
         notes=(
             *_nothing_accumulated(tried),
             *(compared.note,) * bool(compared.note),
@@ -306,10 +293,16 @@ def audit_subject(
         condition=condition,
         second_window=second,
         is_random=subject.is_random if subject.is_random_known else False,
+        is_stateful=subject.is_stateful,
         compared_with=compared.name,
         reference_error=compared.error,
         is_reference_right=compared.is_right,
     )
+
+
+def _is_unsteady(subject: AuditSubject) -> bool:
+    """Whether the loss of the same batch is not the same twice, so that no cause can be told from it."""
+    return subject.is_stateful or subject.is_random
 
 
 def _in_keeping(causes: list[Cause | None]) -> list[Cause | None]:
@@ -321,7 +314,7 @@ def _in_keeping(causes: list[Cause | None]) -> list[Cause | None]:
 
 
 def _first_to_fix(
-    subject: Comparable,
+    subject: AuditSubject,
     tried: Sequence[_Tried],
     compared: Compared,
     worst: Cause | None,
@@ -329,7 +322,9 @@ def _first_to_fix(
 ) -> Cause | None:
     """Return what to mend first: what nothing else can be judged without, then the gradient, then the loop's order."""
     is_off = any(not one.result.exact for one in tried)
-    if (is_off or not compared.is_right) and subject.is_random:
+    if (is_off or not compared.is_right) and _is_unsteady(subject):
+        if subject.is_stateful:
+            return STATEFUL_LOSS
         is_replay = compared.name != BIG_BATCH
         more = "" if is_replay else "; dropout='replayed' draws the same numbers for each micro-batch in both runs"
         return replace(RANDOM_LOSS, remedy=RANDOM_LOSS.remedy + more)
@@ -338,13 +333,15 @@ def _first_to_fix(
     return worst or next(iter(defects), None)
 
 
-def _defects(subject: Comparable, first: _Tried, windows: Sequence[CaughtWindow]) -> tuple[list[Cause], Cause | None]:
+def _defects(
+    subject: AuditSubject, first: _Tried, windows: Sequence[RecordedWindow]
+) -> tuple[list[Cause], Cause | None]:
     """Return what is wrong with the loop whatever its gradient is, and what must be true outside of it."""
     defects = defects_of(first.caught, len(first.sizes))
     condition = None
     if len(windows) > 1:
         carried = carried_over(windows[0], windows[1], subject.stepped_names, TOLERANCES[subject.dtype])
-        if subject.is_random and carried is not None and carried.name == WINDOWS_DIFFER.name:
+        if _is_unsteady(subject) and carried is not None and carried.name == WINDOWS_DIFFER.name:
             carried = None
         if carried is not None and carried.name == NOT_ZEROED.name:
             condition = carried
@@ -367,7 +364,7 @@ def _how_bad(tried: _Tried, *, is_tail: bool) -> tuple[bool, bool, float]:
 class _Tried:
     sizes: tuple[int, ...]
     reference: Gradient
-    caught: CaughtWindow
+    caught: RecordedWindow
     judged: Gradient
     """What is compared: the gradient at the step, or before a clip by hand."""
     result: SplitAudit
@@ -375,7 +372,7 @@ class _Tried:
 
 
 def _try_split(
-    subject: Comparable, sizes: Sequence[int], accumulation: int, caught: CaughtWindow | None = None
+    subject: AuditSubject, sizes: Sequence[int], accumulation: int, caught: RecordedWindow | None = None
 ) -> _Tried:
     reference = subject.reference(sizes)
     caught = caught or subject.accumulated(subject.micro_batches(sizes))
@@ -383,11 +380,11 @@ def _try_split(
 
 
 def _judged(
-    subject: Comparable,
+    subject: AuditSubject,
     sizes: Sequence[int],
     accumulation: int,
     reference: Gradient,
-    caught: CaughtWindow,
+    caught: RecordedWindow,
     gradient: Gradient,
 ) -> _Tried:
     error = gradient.error_to(reference)
@@ -399,10 +396,10 @@ def _judged(
     return _Tried(tuple(sizes), reference, caught, gradient, result)
 
 
-def _before_clip_by_hand(subject: Comparable, tried: _Tried, full: Sequence[int]) -> _Tried:
+def _before_clip_by_hand(subject: AuditSubject, tried: _Tried, full: Sequence[int]) -> _Tried:
     """Return the split judged before a clip that the loop makes by hand, where two windows show one."""
     caught = tried.caught
-    if tried.result.exact or not caught.is_followed or not caught.has_stepped or len(full) < 2 or subject.is_random:
+    if tried.result.exact or not caught.is_followed or not caught.has_stepped or len(full) < 2 or _is_unsteady(subject):
         return tried
     # Another window beside it, with other samples.
     others = subject.micro_batches(full)[:1] if len(tried.sizes) > 1 else subject.micro_batches(full)[1:2]
@@ -419,7 +416,7 @@ def _before_clip_by_hand(subject: Comparable, tried: _Tried, full: Sequence[int]
     return replace(judged, note="the loop clips by hand; it was judged before its clipping")
 
 
-def _find_cause(subject: Comparable, worst: _Tried, accumulation: int, defects: Sequence[Cause]) -> Cause:
+def _find_cause(subject: AuditSubject, worst: _Tried, accumulation: int, defects: Sequence[Cause]) -> Cause:
     if not worst.caught.has_stepped:
         by_hand = next((d for d in defects if d.name in (OTHER_OPTIMIZER.name, STEPPED_BY_HAND.name)), None)
         return by_hand or (TAIL_DROPPED if len(worst.sizes) < accumulation else NO_STEP)
@@ -434,7 +431,7 @@ def _find_cause(subject: Comparable, worst: _Tried, accumulation: int, defects: 
         return _cause_of_gradient(subject, worst, accumulation)
 
 
-def _cause_of_gradient(subject: Comparable, worst: _Tried, accumulation: int) -> Cause:
+def _cause_of_gradient(subject: AuditSubject, worst: _Tried, accumulation: int) -> Cause:
     if subject.has_batch_norm:
         with subject.frozen_statistics():
             again = _try_split(subject, worst.sizes, accumulation)
@@ -444,7 +441,7 @@ def _cause_of_gradient(subject: Comparable, worst: _Tried, accumulation: int) ->
     return _from_evidence(subject, worst, accumulation)
 
 
-def _from_evidence(subject: Comparable, tried: _Tried, accumulation: int) -> Cause:
+def _from_evidence(subject: AuditSubject, tried: _Tried, accumulation: int) -> Cause:
     parts = subject.micro_batches(tried.sizes)
     again = subject.accumulated(parts, detailed=True) if tried.caught.is_followed else None
     can_run_again = again is not None and tried.judged is tried.caught.gradient

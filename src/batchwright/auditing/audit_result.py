@@ -113,6 +113,8 @@ class Audit(PrintedResult):
     """Ratio and relative error of a second window on the same samples, beside the first; None where none ran."""
     is_random: bool = False
     """Whether the loss is random even without dropout: then no cause is named."""
+    is_stateful: bool = False
+    """Whether the loss differs from call to call with the same random numbers: then none is named either."""
     compared_with: str = BIG_BATCH
     """What the accumulated gradient was compared with."""
     reference_error: float | None = None

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from batchwright.auditing.audit_result import Cause
-from batchwright.auditing.gradients import Gradient, best_weights, combined
+from batchwright.auditing.gradients import Gradient, combine, fit_weights
 from batchwright.units import counted as count_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from batchwright.auditing.caught_loop import CaughtWindow, Trace
+    from batchwright.auditing.loop_recorder import RecordedWindow, Trace
 
 
 MEAN_OF_MEANS = Cause(
@@ -210,6 +210,12 @@ RANDOM_LOSS = Cause(
     "the loss is random even without dropout, and no cause can be told from its draws",
     "fix that first: draw no random numbers in the loss while it is audited, or draw them from the batch",
 )
+STATEFUL_LOSS = Cause(
+    "",
+    "the loss differs from call to call with the same random numbers, and no cause can be told from that",
+    "fix that first: while it is audited the loss may depend on the model and the batch alone, not on a counter, a "
+    "queue or a random generator of its own",
+)
 MISSING_NO_SYNC = Cause(
     "missing no_sync",
     "gradients are synchronised in every micro-batch, not only in the last: right, but slow",
@@ -288,7 +294,7 @@ def _by_trace(evidence: Evidence, near: _Near) -> Cause | None:
     if not near.are_equal(last.times(factor), step):
         return None  # the loop puts the gradient together elsewhere
     changes = [change for changed in trace.changes for change in changed]
-    whole = combined(trace.contributions, [factor] * len(trace.contributions))
+    whole = combine(trace.contributions, [factor] * len(trace.contributions))
     if changes and near.are_equal(whole, evidence.reference):
         # Without the changes in between the gradient would be right, so they are the cause.
         names = {change.name for change in changes}
@@ -339,7 +345,7 @@ def _looks_clipped(trace: Trace) -> bool:
     return (are_scaled and _are_alike(norms)) or (are_clamped and _are_alike(largest))
 
 
-def without_clip_by_hand(full: CaughtWindow, first: CaughtWindow, tolerance: float) -> Gradient | None:
+def without_clip_by_hand(full: RecordedWindow, first: RecordedWindow, tolerance: float) -> Gradient | None:
     """Return the gradient before a clip by hand, where the loop clips so once, after its last backward; else None.
 
     A clip is told from a constant factor by two windows: the factor differs, and the limit does not.
@@ -379,8 +385,8 @@ def cause_by_weights(accumulated: Gradient, reference: Gradient, parts: Sequence
     flipped = {name for part in parts for name in part.by_name.keys() ^ reference.by_name.keys()}
     if flipped:
         return _explained(FROZEN_BY_LOSS, f": {_named(flipped)}")
-    right = best_weights(reference, parts)
-    if not near.are_equal(combined(parts, right), reference):
+    right = fit_weights(reference, parts)
+    if not near.are_equal(combine(parts, right), reference):
         return NOT_ADDITIVE
     are_known = _can_be_told_apart(parts)
     if are_known and not _is_mean_or_sum(right, reference, parts):
@@ -388,8 +394,8 @@ def cause_by_weights(accumulated: Gradient, reference: Gradient, parts: Sequence
     num_parts = len(parts)
     ratio = accumulated.dot(reference) / reference.dot(reference) if reference.norm else 0.0
     is_proportional = near.are_equal(reference.times(ratio), accumulated, tightly=True)
-    is_sum = num_parts > 1 and near.are_equal(combined(parts, [1.0] * num_parts), reference)
-    if num_parts > 1 and not is_sum and near.are_equal(combined(parts, [1.0] * num_parts), accumulated):
+    is_sum = num_parts > 1 and near.are_equal(combine(parts, [1.0] * num_parts), reference)
+    if num_parts > 1 and not is_sum and near.are_equal(combine(parts, [1.0] * num_parts), accumulated):
         return COUNT_IGNORED
     if is_sum and is_proportional and abs(ratio * num_parts - 1) < 1e-3:
         return SUM_DIVIDED
@@ -398,15 +404,15 @@ def cause_by_weights(accumulated: Gradient, reference: Gradient, parts: Sequence
         return TAIL_SCALE
     if is_proportional:
         return SCALED
-    if num_parts > 1 and near.are_equal(combined(parts, [1 / num_parts] * num_parts), accumulated):
+    if num_parts > 1 and near.are_equal(combine(parts, [1 / num_parts] * num_parts), accumulated):
         # Where shares are not unique, any loss that is no plain mean looks so.
         return MEAN_OF_MEANS if are_known else UNKNOWN
-    if num_parts < accumulation and near.are_equal(combined(parts, [1 / accumulation] * num_parts), accumulated):
+    if num_parts < accumulation and near.are_equal(combine(parts, [1 / accumulation] * num_parts), accumulated):
         return TAIL_SCALE
     if not are_known:
         return UNKNOWN
-    weights = best_weights(accumulated, parts)
-    if not near.are_equal(combined(parts, weights), accumulated):
+    weights = fit_weights(accumulated, parts)
+    if not near.are_equal(combine(parts, weights), accumulated):
         return UNKNOWN
     return _by_shares(weights, right)
 
@@ -462,7 +468,7 @@ def _by_count(evidence: Evidence, near: _Near) -> Cause | None:
     growing = twice.minus(once)
     constant = once.minus(growing)
     # Only where it grows in a straight line is it a part that is added once per micro-batch.
-    expected = combined([constant, growing], [1.0, 3.0])
+    expected = combine([constant, growing], [1.0, 3.0])
     if near.is_nothing(growing, single) or not near.are_equal(expected, thrice):
         return None
     if not near.is_nothing(constant, single):
@@ -471,7 +477,7 @@ def _by_count(evidence: Evidence, near: _Near) -> Cause | None:
     return TAIL_SCALE if near.are_equal(whole, single) else COUNT_IGNORED
 
 
-def defects_of(caught: CaughtWindow, num_micro_batches: int) -> list[Cause]:
+def defects_of(caught: RecordedWindow, num_micro_batches: int) -> list[Cause]:
     """Name what is wrong with the order of things in a window, whatever its gradient is."""
     habits, defects = caught.habits, []
     if caught.other_optimizer is not None:
@@ -495,7 +501,7 @@ def defects_of(caught: CaughtWindow, num_micro_batches: int) -> list[Cause]:
     return defects
 
 
-def carried_over(first: CaughtWindow, second: CaughtWindow, stepped: set[str], tolerance: float) -> Cause | None:
+def carried_over(first: RecordedWindow, second: RecordedWindow, stepped: set[str], tolerance: float) -> Cause | None:
     """Name what a second window on the same samples shows: gradients of the first that are still there."""
     mine, theirs = (Gradient({n: v for n, v in w.gradient.by_name.items() if n in stepped}) for w in (first, second))
     error = theirs.error_to(mine)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
+from batchwright.accumulate.ranks import unwrap
 from batchwright.auditing.audit_result import ModuleError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Gradient:
             # An optimizer steps what holds a gradient, also where it was frozen since.
             if not weight.requires_grad and weight.grad is None:
                 continue
-            taken[name] = no_gradient(weight) if weight.grad is None else as_value(weight.grad)
+            taken[name] = zeros_of(weight) if weight.grad is None else to_fp64(weight.grad)
         return Gradient(taken)
 
     @property
@@ -63,7 +63,7 @@ class Gradient:
 
     def minus(self, other: Gradient) -> Gradient:
         """Return the difference."""
-        return combined([self, other], [1.0, -1.0])
+        return combine([self, other], [1.0, -1.0])
 
     def only(self, names: Iterable[str]) -> Gradient:
         """Return the part that some weights have in it."""
@@ -91,13 +91,10 @@ class Gradient:
 
 def named_weights(model: nn.Module, *, frozen: bool = False) -> dict[str, torch.Tensor]:
     """Return the weights that are trained, by name; with those that are frozen, if wanted."""
-    # Wrapped by DDP or compiled, a model is its only child, and its names have that before them.
-    inner = getattr(model, "_orig_mod", model)
-    inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
-    return {name: weight for name, weight in inner.named_parameters() if frozen or weight.requires_grad}
+    return {name: weight for name, weight in unwrap(model).named_parameters() if frozen or weight.requires_grad}
 
 
-def as_value(gradient: torch.Tensor) -> torch.Tensor:
+def to_fp64(gradient: torch.Tensor) -> torch.Tensor:
     """Return a copy of a gradient as it is compared: dense, real, fp64, on the CPU.
 
     A complex number counts as two real ones, so that what is wrong with its imaginary part shows.
@@ -107,22 +104,22 @@ def as_value(gradient: torch.Tensor) -> torch.Tensor:
     return real.to("cpu", torch.float64, copy=True)
 
 
-def no_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """Return what a weight without a gradient counts as: zeros, in the form of `as_value`."""
-    return as_value(torch.zeros_like(weight, requires_grad=False))
+def zeros_of(weight: torch.Tensor) -> torch.Tensor:
+    """Return what a weight without a gradient counts as: zeros, in the form of `to_fp64`."""
+    return to_fp64(torch.zeros_like(weight, requires_grad=False))
 
 
-def width_of(model: nn.Module) -> str:
+def comparison_dtype(model: nn.Module) -> str:
     """Return the format to compare a model's gradients in: fp64 where every weight is that wide, else fp32.
 
-    >>> width_of(torch.nn.Linear(1, 1)), width_of(torch.nn.Linear(1, 1).double())
+    >>> comparison_dtype(torch.nn.Linear(1, 1)), comparison_dtype(torch.nn.Linear(1, 1).double())
     ('fp32', 'fp64')
     """
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return "fp64" if kinds == {torch.float64} else "fp32"
 
 
-def combined(gradients: Sequence[Gradient], weights: Sequence[float]) -> Gradient:
+def combine(gradients: Sequence[Gradient], weights: Sequence[float]) -> Gradient:
     """Return the weighted sum."""
     pairs = list(zip(gradients, weights, strict=True))
     names = dict.fromkeys(name for gradient in gradients for name in gradient.by_name)
@@ -131,7 +128,7 @@ def combined(gradients: Sequence[Gradient], weights: Sequence[float]) -> Gradien
     )
 
 
-def best_weights(target: Gradient, gradients: Sequence[Gradient]) -> list[float]:
+def fit_weights(target: Gradient, gradients: Sequence[Gradient]) -> list[float]:
     """Return the weights whose sum comes nearest to the target: what each part really counts for."""
     products = torch.tensor([[a.dot(b) for b in gradients] for a in gradients], dtype=torch.float64)
     wanted = torch.tensor([a.dot(target) for a in gradients], dtype=torch.float64)

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchwright.accumulate.checks import batch_norms
-from batchwright.accumulate.undisturbed import without_autocast
 from batchwright.auditing.audit import audit_workload
 from batchwright.auditing.audit_result import TOLERANCES, Audit, SplitAudit
 from batchwright.auditing.causes import BATCH_NORM, NOT_A_MEAN, NOT_ADDITIVE, RANDOM_LOSS, UNKNOWN, cause_by_weights
-from batchwright.auditing.gradients import Gradient, compare_modules, width_of
-from batchwright.auditing.subject import without_dropout
+from batchwright.auditing.gradients import Gradient, compare_modules, comparison_dtype
+from batchwright.auditing.overrides import without_autocast, without_dropout
 from batchwright.device.batches import clear_num_samples, join
 from batchwright.errors import InvalidInputError
 from batchwright.state.process_state import kept_random_state
@@ -122,7 +121,7 @@ class FirstWindow:
             moved = self._of(self._batches[0], seed=1).error_to(self._of(self._batches[0], seed=0))
         finally:
             self.leave()
-        error, dtype = self._gradient.error_to(reference), width_of(self._model)
+        error, dtype = self._gradient.error_to(reference), comparison_dtype(self._model)
         is_exact = error is not None and error <= TOLERANCES[dtype]
         sizes = tuple(clear_num_samples(batch) or 1 for batch in self._batches)
         is_random = moved is None or moved > TOLERANCES[dtype]

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from batchwright.auditing.subject import without_dropout
+from batchwright.auditing.overrides import without_dropout
 from batchwright.device.batches import clear_num_samples
 from batchwright.errors import InvalidInputError
 from batchwright.integrations.audit import FirstWindow

@@ -16,9 +16,9 @@ import torch
 from batchwright.accumulate.checks import batch_norms
 from batchwright.auditing.audit import audit_subject
 from batchwright.auditing.audit_result import TOLERANCES, Compared
-from batchwright.auditing.caught_loop import CaughtWindow
-from batchwright.auditing.gradients import Gradient, named_weights, width_of
-from batchwright.auditing.subject import frozen_statistics, without_dropout
+from batchwright.auditing.gradients import Gradient, comparison_dtype, named_weights
+from batchwright.auditing.loop_recorder import RecordedWindow
+from batchwright.auditing.overrides import frozen_statistics, without_dropout
 from batchwright.device.batches import join, tensors_in
 from batchwright.errors import InvalidInputError, import_extra
 from batchwright.integrations.transformers.fit_trainer import TrainerProbes
@@ -47,6 +47,9 @@ def audit_trainer(trainer: Any) -> Audit:
 class TrainerSubject:
     """A trainer made ready to be compared with itself; a micro-batch is a list of samples before they are collated."""
 
+    is_stateful = False
+    """Not looked for."""
+
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._probes = TrainerProbes(trainer)
@@ -62,7 +65,7 @@ class TrainerSubject:
         self._collated: dict[int, Any] | None = None
         self._is_random: bool | None = None
         self._samples = self._first_window()
-        self.dtype = width_of(trainer.model)
+        self.dtype = comparison_dtype(trainer.model)
         model = copy.deepcopy(trainer.model)
         # As wide as its data: a model of fp64 in fp32 could not take its own batches.
         self.model = model if self.dtype == "fp64" else model.float()
@@ -150,11 +153,13 @@ class TrainerSubject:
         """The reference is the big batch itself."""
         return Compared()
 
-    def twice(self, micro_batches: Sequence[list[Any]]) -> list[CaughtWindow]:
+    def twice(self, micro_batches: Sequence[list[Any]]) -> list[RecordedWindow]:
         """Return one window: zeroing between two is the trainer's own, and ours ends at the first."""
         return [self.accumulated(micro_batches)]
 
-    def accumulated(self, micro_batches: Sequence[list[Any]], *, detailed: bool = False, seed: int = 0) -> CaughtWindow:
+    def accumulated(
+        self, micro_batches: Sequence[list[Any]], *, detailed: bool = False, seed: int = 0
+    ) -> RecordedWindow:
         """Return what the trainer would step with; it seeds itself, and is not followed in detail."""
         return self._run(micro_batches, at_once=1, accumulation=self._accumulation)
 
@@ -182,7 +187,7 @@ class TrainerSubject:
             raise InvalidInputError("the trainer's train_dataset is empty: there is nothing to audit with.")
         return window
 
-    def _run(self, micro_batches: Sequence[list[Any]], *, at_once: int, accumulation: int) -> CaughtWindow:
+    def _run(self, micro_batches: Sequence[list[Any]], *, at_once: int, accumulation: int) -> RecordedWindow:
         """Train on micro-batches, so many of them as one batch, up to the first optimizer step."""
         callbacks = import_extra("transformers", extra="transformers", purpose="audit of a Trainer")
         caught: list[Gradient] = []
@@ -216,7 +221,7 @@ class TrainerSubject:
                 trainer.train()
         gradient = caught[0] if caught else Gradient.of(model)
         model.zero_grad(set_to_none=True)
-        return CaughtWindow(gradient, has_stepped=bool(caught), has_clipped=False)
+        return RecordedWindow(gradient, has_stepped=bool(caught), has_clipped=False)
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
-from batchwright.accumulate.undisturbed import without_autocast
+from batchwright.auditing.overrides import without_autocast
 from batchwright.errors import import_extra
 from batchwright.integrations.live_batch import LiveBatch, ShowsLiveBatch, check_flag
 from batchwright.integrations.trackers import tracker_for

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.accumulate.ranks import find_parallelism
+from batchwright.accumulate.ranks import check_data_parallel, find_parallelism
 from batchwright.device.batches import possible_sizes, tensors_in
 from batchwright.noise.capture.example_norms import ExampleNorms, UnknownModuleError
 from batchwright.noise.capture.example_uses import mixes_samples
@@ -115,6 +115,7 @@ class OwnLoop:
         # The sink holds this object, and must be free to go, and its hooks with it.
         self._sink: Sink = weakref.proxy(sink)
         self._reason = ""
+        check_data_parallel(model)
         self.parallelism = find_parallelism(model)
         self.leaves = LeafSquares(Weights.of(model, optimizers), self.parallelism, has_probes=True)
         self._on_first = WeakHook(self._backward_begins)

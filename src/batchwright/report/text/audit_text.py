@@ -32,10 +32,11 @@ def summarize_audit(audit: Audit) -> str:
 def verdict_of(audit: Audit) -> str:
     """Say what was compared with what, and how it came out."""
     error, compared = _figure(audit.relative_error), audit.compared_with
-    if audit.is_random and not (audit.has_exact_gradient and audit.is_reference_right):
+    if (audit.is_random or audit.is_stateful) and not (audit.has_exact_gradient and audit.is_reference_right):
+        reason = "is random" if audit.is_random else "differs from call to call"
         told = f"it differs from that of {compared} (ratio {_figure(audit.ratio)}, relative error {error})"
         told = told if not audit.has_exact_gradient else f"it is that of {compared}, which is not the big batch"
-        return f"the accumulated gradient cannot be judged, for the loss is random: {told}"
+        return f"the accumulated gradient cannot be judged, for the loss {reason}: {told}"
     if not audit.has_exact_gradient:
         figures = f"ratio {_figure(audit.ratio)}, relative error {error} ({audit.cause or 'unknown'})"
         return f"the accumulated gradient is NOT that of {compared}: {figures}"

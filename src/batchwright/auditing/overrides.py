@@ -1,9 +1,9 @@
-"""What an audit turns off while it looks, clipping and autocast, and what it listens to: clips, scalers, schedules.
+"""What an audit overrides while it looks: clipping, autocast, dropout, batch statistics; and what it listens to.
 
 Promises:
-- it works wherever the functions were imported to: torch's own code is exchanged, and put back whatever happens;
-- only the thread that audits is concerned: another one that trains meanwhile clips as ever;
-- our own Accumulator listens to it as well.
+- everything is put back, whatever happens;
+- clipping is off wherever its functions were imported to: torch's own code is exchanged; our Accumulator is told too;
+- clips, scalers and schedules are heard in the thread that audits alone: another one that trains clips as ever.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from batchwright.accumulate.boundary import CLIP_LISTENER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,42 +31,29 @@ _CALLED = "_batchwright_clip"
 
 
 class _Clipping:
-    """Stands where torch clips: returns the norm, changes nothing, and tells who listens."""
+    """Stands where torch clips: returns the norm, changes nothing, and calls the listener."""
 
     def __init__(self, originals: Sequence[Callable[..., Any]], listener: Callable[[list[Any]], None]) -> None:
         self._originals = originals
         self._thread = threading.get_ident()
-        self.listener = listener
-
-    @property
-    def is_here(self) -> bool:
-        return threading.get_ident() == self._thread
+        self._listener = listener
 
     def __call__(self, which: int, parameters: Any, limit: float, *rest: Any) -> Any:
         held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not self.is_here:
+        if threading.get_ident() != self._thread:
             return self._originals[which](held, limit, *rest)
         # With no limit it is only asked for the norm.
         if math.isfinite(float(limit)):
-            self.listener(held)
+            self._listener(held)
         if which != 0:
             return None
         gradients = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in held if p.grad is not None]
         return clip_grad._get_total_norm(gradients, *rest)
 
 
-def clipping_is_off() -> bool:
-    """Whether somebody looks at gradients before they are clipped; who asks was about to clip, which is noted."""
-    clipping = clip_grad.__dict__.get(_CALLED)
-    if clipping is None or not clipping.is_here:
-        return False
-    clipping.listener([])
-    return True
-
-
 @contextmanager
 def without_clipping(listener: Callable[[list[Any]], None]) -> Iterator[None]:
-    """Have torch's functions that clip do nothing but return the norm; each call tells the listener which weights."""
+    """Have torch's functions that clip do nothing but return the norm; the listener gets the weights of each call."""
     functions = [
         _innermost(f) for f in (clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_, clip_grad._clip_grads_with_norm_)
     ]
@@ -74,11 +64,13 @@ def without_clipping(listener: Callable[[list[Any]], None]) -> Iterator[None]:
     ]
     outer = clip_grad.__dict__.get(_CALLED)
     setattr(clip_grad, _CALLED, _Clipping(originals, listener))
+    token = CLIP_LISTENER.set(listener)
     try:
         for function, substitute in zip(functions, (_norm_only, _no_value, _no_norm), strict=True):
             function.__code__ = substitute.__code__
         yield
     finally:
+        CLIP_LISTENER.reset(token)
         for function, code in zip(functions, codes, strict=True):
             function.__code__ = code
         if outer is None:
@@ -88,10 +80,10 @@ def without_clipping(listener: Callable[[list[Any]], None]) -> Iterator[None]:
 
 
 @contextmanager
-def listening(
+def listen_to_steps(
     unscales: Callable[[Any, float], None], schedules: Callable[[Any], None], other_steps: Callable[[Any], None]
 ) -> Iterator[None]:
-    """Tell who listens of every `GradScaler.unscale_`, step of a schedule, and real step of an optimizer, here."""
+    """Call a listener before every `GradScaler.unscale_`, step of a schedule and real step of an optimizer here."""
     thread = threading.get_ident()
 
     def before_unscale(scaler: Any, optimizer: Any) -> None:
@@ -138,6 +130,56 @@ def without_autocast() -> Iterator[list[str]]:
         yield used
     finally:
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+
+
+@contextmanager
+def frozen_statistics(model: nn.Module) -> Iterator[None]:
+    """Have batch normalization use its running statistics, whatever mode the model is put in.
+
+    >>> layer = nn.BatchNorm1d(2)
+    >>> with frozen_statistics(layer):
+    ...     print(layer.train().training)
+    False
+    >>> layer.training
+    True
+    """
+    frozen = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+    for module in frozen:
+        module.eval()
+        # model.train() goes through all modules and calls this on each.
+        vars(module)["train"] = lambda mode=True, module=module: module
+    try:
+        yield
+    finally:
+        for module in frozen:
+            del vars(module)["train"]
+            module.train()
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[list[str]]:
+    """Set every rate of dropout to 0 without leaving training mode; hands out the names of what was set.
+
+    >>> layer = torch.nn.Dropout(0.5)
+    >>> with without_dropout(layer) as names:
+    ...     print(names, layer(torch.ones(2)))
+    ['p'] tensor([1., 1.])
+    >>> layer.p
+    0.5
+    """
+    rates = []
+    for path, module in model.named_modules():
+        is_dropout = "dropout" in type(module).__name__.lower() or "droppath" in type(module).__name__.lower()
+        for name, value in vars(module).items():
+            if isinstance(value, float) and 0 < value <= 1 and ("drop" in name.lower() or (is_dropout and name == "p")):
+                rates.append((module, f"{path}.{name}".lstrip("."), name, value))
+    for module, _, name, _ in rates:
+        setattr(module, name, 0.0)
+    try:
+        yield [shown for _, shown, _, _ in rates]
+    finally:
+        for module, _, name, value in rates:
+            setattr(module, name, value)
 
 
 @contextmanager

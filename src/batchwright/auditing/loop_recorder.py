@@ -1,9 +1,12 @@
-"""Run somebody's accumulation loop to its end, and take the gradient from where its optimizer steps.
+"""Run a user's accumulation loop to its end, and record the gradient that it would step with and how it got there.
 
 Promises:
 - the optimizer never steps: a step only takes the gradient, and the loop goes on to its end;
 - weights, learning rates and the optimizer's own `step` are afterwards what they were;
-- a loop that clips is judged by the gradient before its clipping, because clipping hides what is asked here.
+- a loop that clips is judged by the gradient before its clipping, which would hide the difference;
+- clips, schedules and unscaling are judged by order: before the last backward of a step, after the step, or between;
+- each weight is followed by itself, so that a loop with several losses or optimizers is not mistaken for a wrong one;
+- `detailed`, what every backward added to each weight is kept, and what changed a gradient between two backwards.
 """
 
 from __future__ import annotations
@@ -16,23 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.accumulate.undisturbed import listening, without_clipping
-from batchwright.auditing.gradients import Gradient, as_value, named_weights, no_gradient
+from batchwright.auditing.gradients import Gradient, named_weights, to_fp64, zeros_of
+from batchwright.auditing.overrides import listen_to_steps, without_clipping
 from batchwright.device.step import checked_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
-
-
-# What an accumulation loop does to gradients, in which order, while it runs: hooks that look and change nothing.
-#
-# Promises:
-# - clips, schedules and unscaling are judged by order: before the last backward of a step, after the step, or between;
-# - each weight is followed by itself, so that a loop with several losses or optimizers is not mistaken for a wrong
-#   one;
-# - `detailed`, what every backward added to each weight is kept, and what changed a gradient between two backwards.
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class Habits:
 
 
 class LoopWatch:
-    """Follows one window of a loop; what it saw is in `habits`, and in `trace` where that was asked for."""
+    """Follows one window of a loop by hooks that change nothing; what it saw is in `habits`, detailed in `trace`."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], *, detailed: bool) -> None:
         self._weights = named_weights(model)
@@ -137,7 +131,7 @@ class LoopWatch:
 
     def _held_value(self, name: str) -> torch.Tensor:
         held = self._held.get(name)
-        return no_gradient(self._weights[name]) if held is None else held
+        return zeros_of(self._weights[name]) if held is None else held
 
     def _names_of(self, optimizer: Any) -> set[str]:
         ids = [id(weight) for group in optimizer.param_groups for weight in group["params"]]
@@ -145,10 +139,10 @@ class LoopWatch:
 
     def _comes(self, name: str, weight: torch.Tensor) -> Any:
         def before(_: torch.Tensor) -> None:
-            if name not in self._seen and weight.grad is not None and bool(as_value(weight.grad).any()):
+            if name not in self._seen and weight.grad is not None and bool(to_fp64(weight.grad).any()):
                 self._left_over.add(name)
             if self._detailed:
-                self._before[name] = no_gradient(weight) if weight.grad is None else as_value(weight.grad)
+                self._before[name] = zeros_of(weight) if weight.grad is None else to_fp64(weight.grad)
 
         return before
 
@@ -163,7 +157,7 @@ class LoopWatch:
             self._seen.add(name)
             self._added_since_step.add(name)
             if self.trace is not None and self.trace.last is None and weight.grad is not None:
-                before, value = self._before[name], as_value(weight.grad)
+                before, value = self._before[name], to_fp64(weight.grad)
                 self.trace.contributions[-1].by_name[name] = value - before
                 held = self._held.get(name)
                 if held is not None and not torch.equal(held, before):
@@ -181,7 +175,7 @@ class LoopWatch:
             self.habits.schedules_before_backward += 1
             self._is_scheduled = False
         if self.trace is not None and self.trace.last is None:
-            zeros = {n: no_gradient(w) for n, w in self._weights.items()}
+            zeros = {n: zeros_of(w) for n, w in self._weights.items()}
             self.trace.contributions.append(Gradient(zeros))
             self.trace.changes.append([])
         engine: Any = torch.autograd.Variable._execution_engine
@@ -191,12 +185,12 @@ class LoopWatch:
         self._in_backward = False
 
 
-class _Caught(BaseException):
+class _StepReached(BaseException):
     """Ends the loop where an optimizer would really step; no `except Exception` of the user's holds it up."""
 
 
 @dataclass(frozen=True)
-class CaughtWindow:
+class RecordedWindow:
     """What a loop was about to step with, and what it did on its way there."""
 
     gradient: Gradient
@@ -218,19 +212,19 @@ class CaughtWindow:
     trace: Trace | None = None
 
 
-def catch_window(
+def record_window(
     window: Callable[..., Any],
     model: nn.Module,
     optimizers: Sequence[Any],
     micro_batches: Sequence[Any],
     *,
     detailed: bool = False,
-) -> CaughtWindow:
+) -> RecordedWindow:
     """Call `window(model, optimizer, micro_batches)` once, from no gradients; leave none."""
-    return catch_windows(window, model, optimizers, lambda: micro_batches, times=1, detailed=detailed)[0]
+    return record_windows(window, model, optimizers, lambda: micro_batches, times=1, detailed=detailed)[0]
 
 
-def catch_windows(
+def record_windows(
     window: Callable[..., Any],
     model: nn.Module,
     optimizers: Sequence[Any],
@@ -238,17 +232,17 @@ def catch_windows(
     *,
     times: int,
     detailed: bool = False,
-) -> list[CaughtWindow]:
+) -> list[RecordedWindow]:
     """Run the loop so often in a row, with the same weights: what one window leaves behind the next one finds."""
     model.zero_grad(set_to_none=True)
-    caught: list[CaughtWindow] = []
+    recorded: list[RecordedWindow] = []
     for _ in range(times):
         run = _Run(model, optimizers, detailed=detailed)
-        caught.append(run.window(window, micro_batches()))
+        recorded.append(run.window(window, micro_batches()))
         if run.was_ended:
             break
     model.zero_grad(set_to_none=True)
-    return caught
+    return recorded
 
 
 class _Run:
@@ -262,25 +256,25 @@ class _Run:
         self._other: str | None = None
         self.was_ended = False
 
-    def window(self, window: Callable[..., Any], micro_batches: Sequence[Any]) -> CaughtWindow:
+    def window(self, window: Callable[..., Any], micro_batches: Sequence[Any]) -> RecordedWindow:
         handed = self._optimizers[0] if len(self._optimizers) == 1 else tuple(self._optimizers)
         watch = self._watch
         with ExitStack() as stack:
             before = stack.enter_context(self._kept())
             stack.enter_context(self._steps_taken_aside())
             stack.enter_context(without_clipping(watch.clips))
-            stack.enter_context(listening(watch.unscales, watch.schedules, self._really_steps))
+            stack.enter_context(listen_to_steps(watch.unscales, watch.schedules, self._really_steps))
             stack.enter_context(watch.open())
             stack.enter_context(warnings.catch_warnings())
             # A schedule that belongs to another optimizer than this copy's misses the steps of that one.
             warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\).*before.*optimizer\.step")
             try:
                 window(self._model, handed, micro_batches)
-            except _Caught:
+            except _StepReached:
                 self.was_ended = True
             has_changed = any(not torch.equal(weight.detach(), before[n]) for n, weight in self._weights.items())
         longest = max(self._steps, key=len)
-        return CaughtWindow(
+        return RecordedWindow(
             gradient=self._gradient(),
             has_stepped=bool(longest),
             has_clipped=watch.habits.num_clips > 0,
@@ -358,10 +352,10 @@ class _Run:
         for index, mine in enumerate(self._optimizers):
             if optimizer is mine:
                 self._step(index, optimizer)
-                raise _Caught
+                raise _StepReached
         if _ids(optimizer) & {id(weight) for weight in self._weights.values()}:
             self._other = type(optimizer).__name__
-            raise _Caught
+            raise _StepReached
 
     @contextmanager
     def _kept(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -403,9 +397,9 @@ def plain_window(loss: Callable[..., torch.Tensor]) -> Callable[..., None]:
         optimizers = optimizer if isinstance(optimizer, tuple) else (optimizer,)
         for micro_batch in micro_batches:
             (checked_loss(loss(model, micro_batch)) / len(micro_batches)).backward()
-        for each in optimizers:
-            each.step()
-        for each in optimizers:
-            each.zero_grad()
+        for stepped in optimizers:
+            stepped.step()
+        for stepped in optimizers:
+            stepped.zero_grad()
 
     return window

@@ -1,4 +1,4 @@
-"""What is audited: the model, the samples, and the loop that accumulates over them.
+"""A workload under audit: the model, the samples, and the loop that accumulates over them.
 
 Promises:
 - every split is of the very same samples, in the same order;
@@ -14,15 +14,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
 
 from batchwright.accumulate.checks import as_list, batch_norms
 from batchwright.accumulate.loader import counted_micro_batch
-from batchwright.accumulate.undisturbed import without_autocast
 from batchwright.auditing.audit_result import MEAN_OF_PARTS, TOLERANCES, Compared
-from batchwright.auditing.caught_loop import catch_windows, plain_window
-from batchwright.auditing.gradients import Gradient, combined, named_weights
+from batchwright.auditing.gradients import Gradient, combine, named_weights
+from batchwright.auditing.loop_recorder import plain_window, record_windows
+from batchwright.auditing.overrides import frozen_statistics, without_autocast, without_dropout
 from batchwright.device.batches import cut, make_batch, move_batch
 from batchwright.device.step import (
     build_model,
@@ -39,65 +38,8 @@ from batchwright.units import counted
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from batchwright.auditing.caught_loop import CaughtWindow
+    from batchwright.auditing.loop_recorder import RecordedWindow
     from batchwright.workload import Workload
-
-
-# Freeze what batch normalization measures: it then uses its running statistics, whatever mode the model is put in.
-
-
-@contextmanager
-def frozen_statistics(model: nn.Module) -> Iterator[None]:
-    """Hold batch normalization in evaluation mode.
-
-    >>> layer = nn.BatchNorm1d(2)
-    >>> with frozen_statistics(layer):
-    ...     print(layer.train().training)
-    False
-    >>> layer.training
-    True
-    """
-    frozen = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
-    for module in frozen:
-        module.eval()
-        # model.train() goes through all modules and calls this on each.
-        vars(module)["train"] = lambda mode=True, module=module: module
-    try:
-        yield
-    finally:
-        for module in frozen:
-            del vars(module)["train"]
-            module.train()
-
-
-# Turn dropout off without leaving training mode: everything else in a model behaves as it does in training.
-
-
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[list[str]]:
-    """Set every rate of dropout in a model to 0, and put them back; hands out the names of what was set.
-
-    >>> import torch
-    >>> layer = torch.nn.Dropout(0.5)
-    >>> with without_dropout(layer) as names:
-    ...     print(names, layer(torch.ones(2)))
-    ['p'] tensor([1., 1.])
-    >>> layer.p
-    0.5
-    """
-    rates = []
-    for path, module in model.named_modules():
-        is_dropout = "dropout" in type(module).__name__.lower() or "droppath" in type(module).__name__.lower()
-        for name, value in vars(module).items():
-            if isinstance(value, float) and 0 < value <= 1 and ("drop" in name.lower() or (is_dropout and name == "p")):
-                rates.append((module, f"{path}.{name}".lstrip("."), name, value))
-    for module, _, name, _ in rates:
-        setattr(module, name, 0.0)
-    try:
-        yield [shown for _, shown, _, _ in rates]
-    finally:
-        for module, _, name, value in rates:
-            setattr(module, name, value)
 
 
 _CPU = torch.device("cpu")
@@ -124,7 +66,7 @@ class SeededMicroBatches(list[Any]):
         return super().__getitem__(index)
 
 
-class Subject:
+class AuditedWorkload:
     """A workload made ready to be compared with itself."""
 
     def __init__(
@@ -134,9 +76,9 @@ class Subject:
         self.notes: list[str] = []
         self._workload = workload
         self._replays = dropout == "replayed"
-        self.is_random = False
+        self.is_random = self.is_stateful = False
         with kept_random_state():
-            torch.manual_seed(0)  # asked twice, it answers the same
+            torch.manual_seed(0)  # so that a second audit answers the same
             # A live one in place, for an optimizer and functions that hold it; `untouched` gives it back.
             self.model = build_model(workload, _CPU)
             narrow = {str(p.dtype).removeprefix("torch.") for p in self.model.parameters() if p.dtype in _NARROW}
@@ -203,17 +145,17 @@ class Subject:
         self.model.zero_grad(set_to_none=True)
         return gradient
 
-    def accumulated(self, micro_batches: Sequence[Any], *, detailed: bool = False, seed: int = 0) -> CaughtWindow:
+    def accumulated(self, micro_batches: Sequence[Any], *, detailed: bool = False, seed: int = 0) -> RecordedWindow:
         """Return what the loop would step with."""
         return self._windows(micro_batches, times=1, detailed=detailed, seed=seed)[0]
 
-    def twice(self, micro_batches: Sequence[Any]) -> list[CaughtWindow]:
+    def twice(self, micro_batches: Sequence[Any]) -> list[RecordedWindow]:
         """Return two windows in a row; one where no loop was handed in."""
         return self._windows(micro_batches, times=1 if self._workload.window is None else 2)
 
     def _windows(
         self, micro_batches: Sequence[Any], *, times: int, detailed: bool = False, seed: int = 0
-    ) -> list[CaughtWindow]:
+    ) -> list[RecordedWindow]:
         assert self._workload.loss is not None
         window = self._workload.window or plain_window(self._workload.loss)
 
@@ -222,12 +164,12 @@ class Subject:
             return SeededMicroBatches(micro_batches) if self._replays else list(micro_batches)
 
         with self._kept_model():
-            caught = catch_windows(
+            recorded = record_windows(
                 window, self.model, as_list(self._optimizers), handed, times=times, detailed=detailed
             )
-        if caught[0].has_clipped and (note := "the loop clips; it was judged before its clipping") not in self.notes:
+        if recorded[0].has_clipped and (note := "the loop clips; it was judged before its clipping") not in self.notes:
             self.notes.append(note)
-        return caught
+        return recorded
 
     @property
     def is_random_known(self) -> bool:
@@ -249,18 +191,18 @@ class Subject:
         """Return what a replay compares with, and whether that is the big batch where dropout is off."""
         if not self._replays:
             return Compared()
-        if self.is_random:
+        if self.is_random or self.is_stateful:
             return self._compared_by_loss(sizes)
         with without_dropout(self.model):
             parts = self.micro_batches(sizes)
-            mean = combined([self.of_loss(part) for part in parts], self._shares(parts))
+            mean = combine([self.of_loss(part) for part in parts], self._shares(parts))
             error = mean.error_to(self.of_loss(self.micro_batches([sum(sizes)])[0]))
         is_right = error is not None and error <= TOLERANCES[self.dtype]
         note = "the mean of its micro-batches by units is the gradient of the big batch where dropout is off (checked)"
         return Compared(MEAN_OF_PARTS, error, is_right, note if is_right else "")
 
     def _compared_by_loss(self, sizes: Sequence[int]) -> Compared:
-        """Compare losses over several draws: the mean of a random loss is all that can be told of it."""
+        """Compare losses over several draws: all that can be told of a loss that is not the same twice is its mean."""
         assert self._workload.loss is not None
         parts, whole = self.micro_batches(sizes), self.micro_batches([sum(sizes)])[0]
         shares, gaps, means = self._shares(parts), [], []
@@ -273,12 +215,13 @@ class Subject:
             gaps.append(big - mean)
             means.append(mean)
         center, spread = statistics.fmean(gaps), statistics.stdev(gaps) / _DRAWS**0.5
-        not_asked = "the loss is random: the gradient was not compared with that of the big batch"
+        how = "is random" if self.is_random else "differs from call to call"
+        unjudged = f"the loss {how}: the gradient was not compared with that of the big batch"
         if abs(center) <= 5 * spread:
-            return Compared(MEAN_OF_PARTS, None, True, not_asked)
+            return Compared(MEAN_OF_PARTS, None, True, unjudged)
         ratio = 1 + center / statistics.fmean(means) if statistics.fmean(means) else math.nan
         differs = (
-            f"{not_asked}, and over {_DRAWS} draws its loss is about {ratio:.2g} times the mean of its micro-batches'"
+            f"{unjudged}, and over {_DRAWS} draws its loss is about {ratio:.2g} times the mean of its micro-batches'"
         )
         return Compared(MEAN_OF_PARTS, None, False, f"{differs}: it is no mean over these units")
 
@@ -300,7 +243,7 @@ class Subject:
 
     def _replayed(self, micro_batches: Sequence[Any]) -> Gradient:
         gradients = [self.of_loss(micro_batch, seed) for seed, micro_batch in enumerate(micro_batches)]
-        return combined(gradients, self._shares(micro_batches))
+        return combine(gradients, self._shares(micro_batches))
 
     def _units(self, micro_batch: Any) -> float:
         return counted_micro_batch(micro_batch, self._workload.units).counts.units
@@ -310,14 +253,14 @@ class Subject:
             first, again = self._loss_value(seed=0), self._loss_value(seed=0)
         with self._kept_model():
             other = self._loss_value(seed=1)
-        # No cause can be told from a loss that moves on by itself either.
-        self.is_random = not first == again == other
-        if first != again:
+        self.is_stateful = first != again
+        self.is_random = not self.is_stateful and first != other
+        if self.is_stateful:
             self.notes.append(
                 f"the loss differs from call to call with the same random numbers ({first:.6g}, then {again:.6g}): "
                 "it counts or collects something, or draws from a generator of its own"
             )
-        elif first != other:
+        elif self.is_random:
             self.notes.append(f"the loss is random even without dropout ({first:.6g}, then {other:.6g})")
 
     def _loss_value(self, seed: int) -> float:
