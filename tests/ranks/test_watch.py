@@ -23,7 +23,7 @@ def judged() -> Any:
     """The judgement alone: no thread, no store."""
     watch = Watch.__new__(Watch)
     watch._limit = 60.0
-    return lambda *found: watch._judged(dict(enumerate(found)), LIMIT)
+    return lambda *statuses: watch._judge_statuses(dict(enumerate(statuses)), LIMIT)
 
 
 def test_a_rank_that_stands_still_while_another_waits_is_named(judged: Any) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from batchwright.state import interrupts
-from batchwright.state.interrupts import temporary_folder, uninterrupted
+import batchwright
+from batchwright.state.interrupts import UNCUT_FILES, UNCUT_FUNCTIONS, temporary_folder, uninterrupted
 
 TARGET = """
 import os, time
@@ -117,5 +117,9 @@ def test_a_temporary_folder_is_gone_after_an_interrupt() -> None:
     assert not folders[0].exists()
 
 
-def test_the_files_of_which_nothing_may_be_cut_short_are_there() -> None:
-    assert [place for place in interrupts._OURS if not Path(place).exists()] == []
+def test_what_may_not_be_cut_short_is_named_as_it_is() -> None:
+    assert all(Path(file).exists() for file in UNCUT_FILES)
+    text = "\n".join(file.read_text() for file in Path(batchwright.__file__).parent.rglob("*.py"))
+    own = [name for name in UNCUT_FUNCTIONS if not name.startswith("__")]
+    assert own
+    assert all(f"def {name}(" in text for name in own)

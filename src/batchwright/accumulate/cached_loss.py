@@ -5,7 +5,8 @@ respect to the embeddings is small, and can be kept (Gao et al. 2021, GradCache)
 graph, take the gradient of the loss at the embeddings, then encode each micro-batch again and pass its part on.
 
 Promises:
-- the gradient is that of the whole batch, dropout included: random numbers and autocast are replayed;
+- the gradient is that of the whole batch, dropout included: random numbers and autocast are replayed, and random
+  numbers and the flags that synchronise ranks are as before afterwards;
 - memory grows with the micro-batch; of the whole batch only inputs, embeddings and what the loss makes of them stay;
 - under DDP and FSDP2 only the last inner backward synchronises, and only where the flag was on outside.
 """
@@ -36,15 +37,8 @@ if TYPE_CHECKING:
     """Tensors to start a backward at, each with its gradient."""
 
 
-# Micro-batches that are encoded twice: first for the embeddings alone, then again with a graph, for the gradient.
-#
-# Promises:
-# - the second pass of a micro-batch draws the random numbers of its first, under the same autocast;
-# - random numbers and the flags that synchronise ranks are afterwards as they were found.
-
-
 class Replay:
-    """The micro-batches of one call, and what it takes to run each of them again."""
+    """The micro-batches of one call, encoded for the embeddings alone, and what it takes to run each of them again."""
 
     def __init__(
         self, encode: Callable[[Any, Any], Any], model: nn.Module, pieces: list[Any], sizes: list[int]
@@ -120,12 +114,12 @@ class Replay:
         # A weight of a DDP module, say a temperature, must get its gradient in the backward that synchronises.
         joined = [tensor for tensor in self._joined if tensor.requires_grad]
         own = [leaf for leaf in _leaves(value) if all(leaf is not tensor for tensor in joined)]
-        found = torch.autograd.grad(value, [*joined, *own], upstream, allow_unused=True)
+        grads = torch.autograd.grad(value, [*joined, *own], upstream, allow_unused=True)
         # A rank that only keeps step with others multiplies by 0, and 0 times infinity would reach all of them.
-        found = tuple(None if g is None else torch.where(upstream == 0, torch.zeros_like(g), g) for g in found)
-        of_joined = iter(found[: len(joined)])
+        grads = tuple(None if g is None else torch.where(upstream == 0, torch.zeros_like(g), g) for g in grads)
+        of_joined = iter(grads[: len(joined)])
         gradients = [next(of_joined) if tensor.requires_grad else None for tensor in self._joined]
-        return gradients, [(leaf, g) for leaf, g in zip(own, found[len(joined) :], strict=True) if g is not None]
+        return gradients, [(leaf, g) for leaf, g in zip(own, grads[len(joined) :], strict=True) if g is not None]
 
     def _random_now(self) -> list[Callable[[], object]]:
         return [put_back for device in self._devices for put_back in random_sources(device).values()]

@@ -1,6 +1,9 @@
-"""Where ranks meet: one TCP store, reached by each through connections of its own.
+"""Where ranks meet, one TCP store, and what they write there: who they are, where they are, what went wrong.
 
 Promises:
+- what goes wrong on one rank is plain data that the others can read; the exit code is that of one process: 3 if the
+  user's code raised, 1 if it ran out of memory, hung or died;
+- an error that only says "the other side of a collective is gone" is known as a consequence, not a cause;
 - under torchrun it is the store of its agent, which outlives any rank, and nothing of ours listens anywhere;
 - elsewhere rank 0 opens one, on the loopback interface where all ranks are on one machine;
 - what is written there is JSON, and is read as JSON: whoever reaches the port can end a run, but runs no code in it.
@@ -19,12 +22,6 @@ from typing import Any
 from batchwright.errors import BatchwrightError, RankFailedError, StepFailedError, error_from_dict
 from batchwright.ranks.place import Place, rank_timeout, read_place
 from batchwright.targets import is_from_users_code, users_traceback_text
-
-# `RankFailure`: what went wrong on one rank, as plain data that the others can read.
-#
-# Promises:
-# - the exit code is that of one process: 3 where the user's code raised, 1 out of memory, hung or dead;
-# - an error that only says "the other side of a collective is gone" is known as a consequence, not a cause.
 
 INTERRUPTED, TERMINATED = 130, 143
 _MOST_CHARACTERS = 20_000
@@ -94,14 +91,14 @@ def failure_of(error: BaseException, rank: int, where: str) -> RankFailure:
     'rank 1 raised (noise):'
     """
     if isinstance(error, BatchwrightError):
-        told = error.to_dict()
-        return RankFailure(rank, error.exit_code, str(error), told, is_users=isinstance(error, StepFailedError))
+        is_users = isinstance(error, StepFailedError)
+        return RankFailure(rank, error.exit_code, str(error), error.to_dict(), is_users=is_users)
     if isinstance(error, KeyboardInterrupt):
         code: int = getattr(error, "exit_code", INTERRUPTED)  # the command's own interrupt, by SIGTERM, has another
         return RankFailure(rank, code, f"rank {rank} was interrupted ({where}).")
     if isinstance(error, SystemExit) and is_from_users_code(error):
         problem = f"rank {rank}: the code that was run called sys.exit({error.code!r}) ({where})."
-        return RankFailure(rank, 3, problem, {**StepFailedError(problem).to_dict()}, is_users=True)
+        return RankFailure(rank, 3, problem, StepFailedError(problem).to_dict(), is_users=True)
     text = users_traceback_text(error)[-_MOST_CHARACTERS:]
     if is_out_of_memory(error):
         problem = f"rank {rank} ran out of memory ({where}), and the others cannot go on without it:"
@@ -130,6 +127,28 @@ def is_consequence(error: BaseException | str) -> bool:
     return is_of_torch and _PEER_IS_GONE.search(str(error)) is not None
 
 
+@dataclass(frozen=True)
+class Member:
+    """The process of a rank."""
+
+    host: str
+    pid: int
+
+    @staticmethod
+    def of_this_process() -> Member:
+        """Return who this is."""
+        return Member(socket.gethostname(), os.getpid())
+
+    def pack(self) -> str:
+        """Write it as JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def unpack(text: str | bytes) -> Member:
+        """Read back what `pack` wrote."""
+        return Member(**json.loads(text))
+
+
 # Of one request; waiting for other ranks is never done inside one.
 _REQUEST = timedelta(seconds=20)
 # Stores that this process opened stay open as long as it lives: a rank that is late still reads the verdict.
@@ -144,6 +163,15 @@ class Address:
     port: int
     is_ours: bool = False
     """Rank 0 holds it, and it ends with rank 0."""
+
+    def pack(self) -> str:
+        """Write it as JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def unpack(text: str | bytes) -> Address:
+        """Read back what `pack` wrote."""
+        return Address(**json.loads(text))
 
     def connect(self, prefix: str) -> Any:
         """Connect, and return the part of the store below `prefix`."""
@@ -181,17 +209,16 @@ def find_address(place: Place, call: int) -> Address:
     _opened.append(known)
     if place.rank == 0:
         address = _open(place)
-        known.set(key, f"{address.host} {address.port}")
+        known.set(key, address.pack())
         return address
     try:
         known.wait([key], timedelta(seconds=rank_timeout()))
-        host, _, port = known.get(key).decode().partition(" ")
+        return Address.unpack(known.get(key))
     except RuntimeError:
         raise RankFailedError(
             f"rank 0 did not come to meet rank {place.rank} within {rank_timeout():.0f} s.",
             remedy="look at the output of rank 0; every rank has to make the same call",
         ) from None
-    return Address(host, int(port), is_ours=True)
 
 
 def _open(place: Place) -> Address:

@@ -1,4 +1,12 @@
-"""The process group that ranks train in, with a time limit of its own."""
+"""Ranks that do one thing together: they exchange JSON, and the first failure of any of them ends it for all.
+
+Promises:
+- a rank that raises, runs out of memory, hangs or dies ends the session on every rank, with the same error;
+- a rank that waits for one that does nothing waits `BATCHWRIGHT_RANK_TIMEOUT` seconds, and no longer;
+- one that is stuck in a collective is ended by its watching thread, as nothing else frees it: the process exits;
+- the process group that ranks train in has a time limit of its own, beyond that of the watch;
+- one rank prints; signal handlers are as they were afterwards; alone, a session does nothing at all.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +14,6 @@ import functools
 import json
 import os
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -20,6 +27,7 @@ from batchwright.errors import BatchwrightError, RankFailedError, StepFailedErro
 from batchwright.ranks.meeting import (
     TERMINATED,
     Address,
+    Member,
     RankFailure,
     failure_of,
     find_address,
@@ -33,14 +41,6 @@ from batchwright.workload import Workload
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-
-# Ranks that do one thing together: they exchange JSON, and the first failure of any of them ends it for all.
-#
-# Promises:
-# - a rank that raises, runs out of memory, hangs or dies ends the session on every rank, with the same error;
-# - a rank that waits for one that does nothing waits `BATCHWRIGHT_RANK_TIMEOUT` seconds, and no longer;
-# - one that is stuck in a collective is ended by its watching thread, as nothing else frees it: the process exits;
-# - one rank prints; signal handlers are as they were afterwards; alone, a session does nothing at all.
 
 _Takes = ParamSpec("_Takes")
 _Gives = TypeVar("_Gives")
@@ -147,8 +147,8 @@ class Session:
         try:
             while not self.check(key):
                 time.sleep(_POLL_SECONDS)
-            found: bytes = self.store.get(key)
-            return found
+            value: bytes = self.store.get(key)
+            return value
         finally:
             self.waiting_since = None
 
@@ -338,8 +338,7 @@ def join_as_child(
 def _running(session: Session) -> Iterator[None]:
     global _current
     watch = Watch(session)
-    member = {"host": socket.gethostname(), "pid": os.getpid()}
-    session.store.set(f"member/{session.rank}", json.dumps(member))
+    session.store.set(f"member/{session.rank}", Member.of_this_process().pack())
     watch.start()
     _current = session
     failed = True

@@ -4,6 +4,8 @@ Promises:
 - it ends the process only where the main thread does not come out of what it does within seconds of the verdict;
 - a rank is called hung where others wait for it and it stands still for the whole of the time limit, or works without
   getting anywhere for five times that; where all wait for each other, that is said;
+- a thread whose stack stays the same while no processor time is used stands still: asleep, or waiting for something;
+- one that stands in a collective, or in a backward, which holds collectives, waits for other ranks;
 - a process that is gone is noticed within a second on the same machine, within the time limit on another.
 """
 
@@ -20,9 +22,9 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from batchwright.ranks.meeting import INTERRUPTED, RankFailure
+from batchwright.ranks.meeting import INTERRUPTED, Member, RankFailure
 from batchwright.ranks.place import TIMEOUT_VARIABLE
 
 if TYPE_CHECKING:
@@ -31,12 +33,6 @@ if TYPE_CHECKING:
 
     from batchwright.ranks.session import Session
 
-
-# Does a thread do anything? Told by its stack, and by the processor time of this process and of those it started.
-#
-# Promises:
-# - a thread whose stack stays the same while no processor time is used stands still: asleep, or waiting for something;
-# - one that stands in a collective, or in a backward, which holds collectives, waits for other ranks.
 
 # Of one core. Threads of gloo and a poll now and then take less; work beside many other processes takes more.
 _BUSY_SHARE = 0.02
@@ -83,11 +79,11 @@ class Activity:
 
 
 def _stack(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
-    found: list[tuple[int, int]] = []
-    while frame is not None and len(found) < _DEEPEST:
-        found.append((id(frame.f_code), frame.f_lasti))
+    frames: list[tuple[int, int]] = []
+    while frame is not None and len(frames) < _DEEPEST:
+        frames.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(frames)
 
 
 def _place(frame: FrameType | None) -> str:
@@ -187,7 +183,7 @@ class Watch(threading.Thread):
         self._began = time.monotonic()
         self._beat = 0
         self._seen: dict[int, tuple[int, float]] = {}
-        self._members: dict[int, dict[str, Any]] = {}
+        self._members: dict[int, Member] = {}
         self._stopping = threading.Event()
         self._broken_since: float | None = None
         self._signals = _Signals() if on_failure is None else None
@@ -271,16 +267,16 @@ class Watch(threading.Thread):
             if self._store.check(["failure"]):
                 return self._known_failure()
             if not self._has_left(rank):
-                return self._died(rank, f"process {self._members[rank]['pid']} ended without a word")
+                return self._died(rank, f"process {self._members[rank].pid} ended without a word")
         return None
 
     def _is_alive(self, rank: int) -> bool:
         if rank not in self._members:
             if not self._store.check([f"member/{rank}"]):
                 return True
-            self._members[rank] = json.loads(self._store.get(f"member/{rank}"))
+            self._members[rank] = Member.unpack(self._store.get(f"member/{rank}"))
         member = self._members[rank]
-        return bool(member["host"] != socket.gethostname() or is_running(int(member["pid"])))
+        return member.host != socket.gethostname() or is_running(member.pid)
 
     def _has_left(self, rank: int) -> bool:
         return bool(self._store.check([f"left/{rank}"]))
@@ -300,7 +296,7 @@ class Watch(threading.Thread):
         session, now = self._session, time.monotonic()
         limit = _SHARE_OF_LIMIT * self._limit
         looked_at = range(session.world_size if session.rank < _JUDGES else min(_JUDGES, session.world_size))
-        found: dict[int, Status] = {}
+        statuses: dict[int, Status] = {}
         for rank in looked_at:
             if self._has_left(rank):
                 continue
@@ -314,12 +310,12 @@ class Watch(threading.Thread):
                     return self._hung(rank, f"it did not come to meet the others within {silent:.0f} s")
                 return self._died(rank, f"it gave no sign of life for {silent:.0f} s")
             if status is not None:
-                found[rank] = status
-        return self._judged(found, limit) if session.rank < _JUDGES else None
+                statuses[rank] = status
+        return self._judge_statuses(statuses, limit) if session.rank < _JUDGES else None
 
-    def _judged(self, found: dict[int, Status], limit: float) -> RankFailure | None:
-        waiting = {rank: status for rank, status in found.items() if status.waits and status.waited_seconds >= limit}
-        working = {rank: status for rank, status in found.items() if not status.waits}
+    def _judge_statuses(self, statuses: dict[int, Status], limit: float) -> RankFailure | None:
+        waiting = {rank: status for rank, status in statuses.items() if status.waits and status.waited_seconds >= limit}
+        working = {rank: status for rank, status in statuses.items() if not status.waits}
         if not waiting:
             return None
         longest = max(status.waited_seconds for status in waiting.values())
@@ -327,10 +323,10 @@ class Watch(threading.Thread):
         if still:
             rank = max(still, key=lambda rank: still[rank].still_seconds)
             return self._hung(rank, f"it did nothing for {still[rank].still_seconds:.0f} s", still[rank])
-        if not working and len(waiting) == len(found):
-            lines = "".join(f"\n  rank {rank}: {status.where}, {status.place}" for rank, status in found.items())
+        if not working and len(waiting) == len(statuses):
+            lines = "".join(f"\n  rank {rank}: {status.where}, {status.place}" for rank, status in statuses.items())
             return RankFailure(
-                min(found),
+                min(statuses),
                 1,
                 f"all ranks wait for each other, and did so for {longest:.0f} s:{lines}\n{self._remedy()}",
             )

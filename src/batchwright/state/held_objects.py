@@ -46,11 +46,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-# What kind of thing an object is, and so how its state is kept.
-#
-# Promises:
-# - nothing of the user's is called: classes are looked at, and attributes that lie there.
-
 _WALKED = (nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
 # What is emptied and refilled, by methods of these classes: those of a subclass may do anything.
 CONTAINERS = (OrderedDict, defaultdict, dict, list, deque, set)
@@ -82,11 +77,6 @@ def is_walked(thing: Any) -> bool:
 def is_users_object(value: Any) -> bool:
     """Whether this is an object of a class that the user wrote, or a plain namespace: its attributes are its state."""
     return is_users_class(type(value)) and not isinstance(value, type)
-
-
-def is_users_class(kind: Any) -> bool:
-    """Whether the user wrote this class."""
-    return _is_users_class(kind)
 
 
 def is_users_function(function: Any) -> bool:
@@ -131,7 +121,8 @@ def _is_users_file(name: str) -> bool:
 
 
 @cache
-def _is_users_class(kind: type) -> bool:
+def is_users_class(kind: type) -> bool:
+    """Whether the user wrote this class."""
     if kind in (SimpleNamespace, argparse.Namespace):
         return True
     if issubclass(kind, type | ModuleType | BaseException | enum.Enum) or kind.__module__ == "builtins":
@@ -144,13 +135,9 @@ def _is_users_class(kind: type) -> bool:
     return getattr(module, "__spec__", None) is None if file is None else not is_installed_or_ours(file)
 
 
-def slots_of(kind: Any) -> tuple[Any, ...]:
-    """The slots of a class and its bases; not those of C, which look alike and are torch's and Python's own."""
-    return _slots_of(kind)
-
-
 @cache
-def _slots_of(kind: type) -> tuple[Any, ...]:
+def slots_of(kind: type) -> tuple[Any, ...]:
+    """Return the slots of a class and its bases; not those of C, which look alike and are torch's and Python's own."""
     return tuple(
         member
         for base in kind.__mro__
@@ -198,15 +185,15 @@ def held_objects(function: Callable[..., Any]) -> dict[str, Any]:
     >>> list(held_objects(make_step()))
     ['model', 'optimizers[0]']
     """
-    found: dict[str, Any] = {}
+    held: dict[str, Any] = {}
     met: set[int] = set()
     for name, value in _reached(function, {}):
         for inner_name, inner in _one_level(name, value):
             if id(inner) not in met and can_be_kept(inner):
                 met.add(id(inner))
                 # Two functions may use one name for different objects; neither must be lost.
-                found[inner_name if inner_name not in found else f"{inner_name} ({len(found)})"] = inner
-    return found
+                held[inner_name if inner_name not in held else f"{inner_name} ({len(held)})"] = inner
+    return held
 
 
 @dataclass(frozen=True)
@@ -234,16 +221,15 @@ def reach_of(function: Callable[..., Any]) -> Reach:
     ([('count', 0)], 1)
     """
     seen: dict[int, Any] = {}
-    found = Reach(list(_reached(function, seen)))
-    found.functions.extend(each for each in seen.values() if isinstance(each, FunctionType))
-    for each in seen.values():
-        if isinstance(each, functools._lru_cache_wrapper):
-            found.caches.append(each)
-        elif isinstance(each, FunctionType):
-            found.cells.extend(each.__closure__ or ())
-            names = _stored_names(each.__code__)
-            found.stored_globals.extend((each.__globals__, name) for name in names)
-    return found
+    reach = Reach(list(_reached(function, seen)))
+    for inner in seen.values():
+        if isinstance(inner, functools._lru_cache_wrapper):
+            reach.caches.append(inner)
+        elif isinstance(inner, FunctionType):
+            reach.functions.append(inner)
+            reach.cells.extend(inner.__closure__ or ())
+            reach.stored_globals.extend((inner.__globals__, name) for name in _stored_names(inner.__code__))
+    return reach
 
 
 @functools.lru_cache(maxsize=4096)

@@ -32,11 +32,14 @@ if TYPE_CHECKING:
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_HERE = os.path.dirname(__file__)
+_HERE = os.path.dirname(__file__) + os.sep
 # Files of which nothing may be cut short: this folder puts things back, and the simulated device answers torch's own
 # code, where what is raised aborts the process.
-_OURS = (_HERE + os.sep, os.path.join(os.path.dirname(_HERE), "simulated", "torch_patches", "backend.py"))
-_WAYS_IN_AND_OUT = frozenset(
+UNCUT_FILES = (
+    _HERE,
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), "simulated", "torch_patches", "backend.py"),
+)
+UNCUT_FUNCTIONS = frozenset(
     {
         *("__enter__", "__exit__", "__del__"),
         # These end the life of a block: half of it leaves an allocator that contradicts itself.
@@ -135,7 +138,7 @@ class Interrupts:
             self._handlers[number](number, None)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._num_waiting < _MOST_WAITING and (self._depth or self._is_on_a_way(frame)):
+        if self._num_waiting < _MOST_WAITING and (self._depth or self._is_uncut(frame)):
             if self._pending is None and not self._depth:
                 # Nothing may come by that would deliver it. Not a Timer: it takes a lock that may be held right here.
                 _thread.start_new_thread(self._try_again, ())
@@ -157,11 +160,11 @@ class Interrupts:
         else:
             _thread.interrupt_main(signal.Signals(number))
 
-    def _is_on_a_way(self, frame: FrameType | None) -> bool:
+    def _is_uncut(self, frame: FrameType | None) -> bool:
         while frame is not None and frame is not self._outermost:
             code = frame.f_code
             file = code.co_filename
-            if code.co_name in _WAYS_IN_AND_OUT or file.startswith(_OURS) or _DISPATCHERS_OWN in file:
+            if code.co_name in UNCUT_FUNCTIONS or file.startswith(UNCUT_FILES) or _DISPATCHERS_OWN in file:
                 return True
             frame = frame.f_back
         return False

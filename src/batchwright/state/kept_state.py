@@ -166,8 +166,8 @@ class KeptState:
                 # What a probe trains must come back, or there must be no probe.
                 if is_walked(thing) or not can_be_kept(thing):
                     raise
-                why = "it has a state_dict that raises or cannot be copied"
-                not_kept.append(f"{type(thing).__name__}: {why} ({type(error).__name__})")
+                reason = "it has a state_dict that raises or cannot be copied"
+                not_kept.append(f"{type(thing).__name__}: {reason} ({type(error).__name__})")
         return tuple(not_kept)
 
     def keep_held(self, reach: Reach) -> None:

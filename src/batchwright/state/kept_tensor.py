@@ -138,9 +138,9 @@ def storages_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
     if is_lazy(tensor) or tensor.device.type == "meta":
         return []
     if is_traceable_wrapper_subclass(tensor):
-        return [found for name in tensor.__tensor_flatten__()[0] for found in storages_of(getattr(tensor, name))]
+        return [pair for name in tensor.__tensor_flatten__()[0] for pair in storages_of(getattr(tensor, name))]
     if parts := _parts_of_sparse(tensor):
-        return [found for part in parts for found in storages_of(part)]
+        return [pair for part in parts for pair in storages_of(part)]
     if tensor.layout is not torch.strided:
         return [(id(tensor), tensor.numel() * tensor.element_size())]
     storage = tensor.untyped_storage()
@@ -180,8 +180,8 @@ def loaded_again(load: Callable[[Any], object], state: Any) -> Callable[[], None
 
     def put_back() -> None:
         # A copy again, each time: whoever loads a state may go on to change it.
-        made = [copy.deepcopy(leaf) if device is None else leaf.to(device, copy=True) for device, leaf in copies]
-        load(tree_unflatten(made, form))
+        again = [copy.deepcopy(leaf) if device is None else leaf.to(device, copy=True) for device, leaf in copies]
+        load(tree_unflatten(again, form))
 
     return put_back
 

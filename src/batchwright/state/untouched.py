@@ -67,8 +67,8 @@ class Keep:
         if not is_thrown_away:
             for thing in objects:
                 self.state.keep(thing)
-        for each in work:
-            self._add(each)
+        for part in work:
+            self._add(part)
 
     @property
     def covered(self) -> tuple[str, ...]:
@@ -141,8 +141,7 @@ class Keep:
                 self.state.copies_elements or name in _RUN_FOR_REAL,
             )
             try:
-                found = list(held_objects(part).values())
-                self.refused.update(dict.fromkeys(self.state.keep_all(found)))
+                self.refused.update(dict.fromkeys(self.state.keep_all(held_objects(part).values())))
                 self.state.keep_held(reach_of(part))
             finally:
                 self.state.copies_elements = copies
@@ -175,7 +174,7 @@ def untouched(
     if (
         outer is not None
         and not tuple(objects)
-        and all(outer.covers(each, is_traced=is_traced, accelerator=accelerator) for each in work)
+        and all(outer.covers(part, is_traced=is_traced, accelerator=accelerator) for part in work)
     ):
         try:
             yield outer

@@ -307,9 +307,10 @@ def _any_scale_changed(ranks: Sequence[RankSums]) -> bool:
 
 def _is_probe_off(ranks: Sequence[RankSums], tolerance: float) -> bool:
     """Whether a rank ends with something else than the mean over ranks of what all of them added."""
-    added, size = (sum(getattr(rank, name) for rank in ranks) / len(ranks) for name in ("probe", "probe_size"))
+    added = sum(rank.probe for rank in ranks) / len(ranks)
+    size = sum(rank.probe_size for rank in ranks) / len(ranks)
     final: float = ranks[0].final_probe
-    return abs(added - final) > tolerance * (size + abs(final))
+    return bool(abs(added - final) > tolerance * (size + abs(final)))
 
 
 def _floats(row: Sequence[Any]) -> list[float]:
