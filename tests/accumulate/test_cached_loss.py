@@ -322,7 +322,8 @@ for batch, weight in zip(batches[rank], [len(b["query"]) for b in batches[rank]]
     (cached(sharded, batch) * (2 * weight / 27)).backward()
 grads = {n: p.grad.full_tensor() for n, p in sharded.named_parameters()}
 assert worst(sharded, grads) <= 1e-12, worst(sharded, grads)
-print("equal")
+print("equal", flush=True)
+dist.destroy_process_group()
 """
 
 
@@ -331,7 +332,8 @@ def test_ranks_synchronise_once_and_agree_with_the_whole(tmp_path: Path) -> None
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root / 'src'}:{root}"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal") == 2
