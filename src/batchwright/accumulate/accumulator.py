@@ -4,7 +4,10 @@ Promises:
 - at the end of a window the gradient is that of the mean loss over all weighted units of the window and of all ranks,
   for any split, the last and incomplete window included;
 - unscale, clip, step, scheduler and zero happen once per window, in this order;
-- a wrong call changes nothing: gradients stay as they were.
+- a wrong call changes nothing: gradients stay as they were;
+- a micro-batch that is cut because it runs out of memory still counts as a whole: each piece by its own units. What a
+  failed backward had added is thrown away (gradients of before are set aside meanwhile, which takes the memory of one
+  more set), random numbers begin anew, and buffers are as before the failed forward.
 """
 
 from __future__ import annotations
@@ -40,22 +43,11 @@ if TYPE_CHECKING:
     from batchwright.accumulate.windows import WindowWatcher
 
 
-# Run a micro-batch, and where it runs out of memory, cut it in two and run the halves.
-#
-# Promises:
-# - the gradient is that of the whole micro-batch: each piece counts by its own units;
-# - what a failed backward had already added is thrown away: gradients of earlier micro-batches are set aside
-#   meanwhile,
-#   which takes the memory of one more set of gradients;
-# - random numbers begin anew for the pieces where they began for the whole, and buffers (the running statistics of
-#   batch
-#   normalization) are as before the failed forward.
-
 _REMEDY = "a batch whose tensors all begin with its samples, and what they share (class weights, a mask) kept out of it"
 
 
 def call_loss(loss_fn: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
-    """Call `loss_fn(model, batch)`, or `loss_fn(batch)` where it takes one thing only.
+    """Call `loss_fn(model, batch)`, or `loss_fn(batch)` if it takes one argument only.
 
     >>> call_loss(lambda batch: batch + 1, None, 2), call_loss(lambda model, batch: batch + 2, None, 2)
     (3, 4)
@@ -80,7 +72,7 @@ def run_in_pieces(
 ) -> int:
     """Run a batch, whole if it fits; return how often something was cut. One sample that does not fit is an error.
 
-    `run` is given a piece and its part of the samples; `samples` says how many the batch has, where that is known.
+    `run` is given a piece and its part of the samples; `samples` says how many the batch has, if that is known.
     """
     total = clear_num_samples(batch, samples)
     waiting, num_cuts = [(batch, total or 0)], 0
@@ -255,7 +247,7 @@ class Accumulator:
         return self._windows.done_with_one()
 
     def run(self, batch: Any, loss_fn: Callable[..., Any], weight: Any = None) -> Step | None:
-        """Run forward and backward of a micro-batch; with `on_oom="split"` in pieces where it does not fit.
+        """Run forward and backward of a micro-batch; with `on_oom="split"` in pieces if it does not fit.
 
         `loss_fn(model, batch)` or `loss_fn(batch)` returns the loss; `weight` is a function of the batch, or a number
         where nothing is split; by default the samples of the batch count.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from batchwright.accumulate.checks import weights_held_by
 from batchwright.accumulate.weights import (
     WideShares,
     narrow_parameters,
@@ -64,8 +65,8 @@ def counting_nothing(losses: Sequence[torch.Tensor], *, beside: torch.Tensor | N
     >>> weight.grad, other.grad
     (tensor([2.]), tensor([0.]))
     """
-    kept = set() if beside is None else set(_nodes([beside.grad_fn]))
-    only_theirs = [node for node in _nodes([loss.grad_fn for loss in losses]) if node not in kept]
+    kept = set() if beside is None else set(graph_nodes([beside.grad_fn]))
+    only_theirs = [node for node in graph_nodes([loss.grad_fn for loss in losses]) if node not in kept]
     # A leaf has nothing behind it to hand zeros to: what reaches it is replaced instead.
     handles = [
         node.register_prehook(_zeros) if hasattr(node, "variable") else node.register_hook(_zeros_behind)
@@ -86,7 +87,8 @@ def _zeros_behind(behind: tuple[torch.Tensor | None, ...], _: Any) -> tuple[torc
     return _zeros(behind)
 
 
-def _nodes(roots: Sequence[Any]) -> Iterator[Any]:
+def graph_nodes(roots: Sequence[Any]) -> Iterator[Any]:
+    """Yield every node of an autograd graph behind some of its nodes, themselves included, each once."""
     seen, waiting = set(), list(roots)
     while waiting:
         node = waiting.pop()
@@ -230,7 +232,7 @@ class Boundary:
         return _sum([square.to(squares[0].device) for square in squares]) if squares else torch.zeros(())
 
     def step(self, factor: float, norm: torch.Tensor | float | None) -> str | None:
-        """Correct and clip the gradients, step, and return why not where the optimizers did not."""
+        """Correct and clip the gradients, step, and return why not if the optimizers did not."""
         self._scale(factor, norm)
         if self._scaler is not None and norm is not None and not math.isfinite(float(norm)):
             self._refuse_all()
@@ -240,7 +242,7 @@ class Boundary:
         for optimizer in self.optimizers:
             if self._scaler is None:
                 optimizer.step()
-            elif _has_gradients(optimizer):
+            elif any(weight.grad is not None for weight in weights_held_by([optimizer])):
                 self._scaler.step(optimizer)
         if self._scaler is not None:
             self._scaler.update()
@@ -281,7 +283,9 @@ class Boundary:
         if self._clip_norm is not None and norm is not None and self._may_clip():
             room = self._clip_norm / (norm + 1e-6)
             # A norm that is not a number must stay one.
-            coefficient = factor * (torch.clamp(room, max=1.0) if isinstance(room, torch.Tensor) else _at_most_1(room))
+            coefficient = factor * (
+                torch.clamp(room, max=1.0) if isinstance(room, torch.Tensor) else 1.0 if room > 1 else room
+            )
         if isinstance(coefficient, float) and (coefficient == 1.0 or not math.isfinite(coefficient)):
             return
         gradients = self.gradients
@@ -305,14 +309,6 @@ def _rows(parameter: nn.Parameter) -> torch.Tensor:
 
 def _sum(scalars: list[torch.Tensor]) -> torch.Tensor:
     return scalars[0] if len(scalars) == 1 else torch.stack([scalar.reshape(()) for scalar in scalars]).sum()
-
-
-def _at_most_1(room: float) -> float:
-    return 1.0 if room > 1 else room
-
-
-def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _let_go(handles: list[Any], wide_shares: WideShares, narrow: list[nn.Parameter]) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from batchwright.accumulate.boundary import graph_nodes
 from batchwright.accumulate.checks import BATCH_NORM_NOTE, BatchNormWarning, batch_norms
 from batchwright.accumulate.ranks import SyncFlags
 from batchwright.device.batches import cut, num_samples
@@ -29,7 +30,7 @@ from batchwright.state.process_state import random_sources
 from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import nn
 
@@ -113,7 +114,8 @@ class Replay:
             return [tensor.grad for tensor in self._joined], []
         # A weight of a DDP module, say a temperature, must get its gradient in the backward that synchronises.
         joined = [tensor for tensor in self._joined if tensor.requires_grad]
-        own = [leaf for leaf in _leaves(value) if all(leaf is not tensor for tensor in joined)]
+        leaves = [node.variable for node in graph_nodes([value.grad_fn]) if hasattr(node, "variable")]
+        own = [leaf for leaf in leaves if all(leaf is not tensor for tensor in joined)]
         grads = torch.autograd.grad(value, [*joined, *own], upstream, allow_unused=True)
         # A rank that only keeps step with others multiplies by 0, and 0 times infinity would reach all of them.
         grads = tuple(None if g is None else torch.where(upstream == 0, torch.zeros_like(g), g) for g in grads)
@@ -148,18 +150,6 @@ def flat_rows(embeddings: Any, size: int) -> tuple[list[torch.Tensor], Any]:
     if not leaves:
         raise InvalidInputError("encode returned no tensor.")
     return leaves, form
-
-
-def _leaves(value: torch.Tensor) -> Iterator[torch.Tensor]:
-    seen, waiting = set(), [value.grad_fn]
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        waiting += [before for before, _ in node.next_functions]
 
 
 _REMEDY = "samples=lambda batch: ... counts them, split=lambda batch, sizes: [...] cuts the batch"

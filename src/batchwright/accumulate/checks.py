@@ -15,7 +15,7 @@ from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -38,6 +38,11 @@ def as_list(given: Any) -> list[Any]:
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def weights_held_by(optimizers: Iterable[Any]) -> list[nn.Parameter]:
+    """Return every weight that optimizers hold, group by group."""
+    return [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
 
 
 def batch_norms(model: nn.Module) -> list[str]:
@@ -110,8 +115,7 @@ def check_same_weights(model: nn.Module, optimizers: Sequence[torch.optim.Optimi
     """Refuse an optimizer that has none of the model's weights: made for another model, or before this one moved."""
     weights = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not any(id(parameter) in weights for parameter in held):
+        if not any(id(parameter) in weights for parameter in weights_held_by([optimizer])):
             raise InvalidInputError(
                 f"{type(optimizer).__name__} holds none of the model's weights: it would step on something else.",
                 remedy="make the optimizer from model.parameters(), after the model is where it stays",

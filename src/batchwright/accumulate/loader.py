@@ -20,15 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
-# A loader whose sampler counts what the loop received, such as `TokenBatchSampler`: told once per window.
-
-
 @dataclass
 class CountingSampler:
-    """The sampler of a loader, where it has one that counts; nothing happens where it has not."""
+    """The sampler of a loader, if it counts what the loop received, as `TokenBatchSampler` does, once per window."""
 
     sampler: Any = None
-    _told: int = 0
+    _num_received: int = 0
 
     @staticmethod
     def of(loader: Any) -> tuple[CountingSampler, Any]:
@@ -63,9 +60,9 @@ class CountingSampler:
 
     def received(self, number: int) -> None:
         """Tell the sampler how many batches of this iteration are done with."""
-        if self.sampler is not None and number > self._told:
-            self.sampler.count_received(number - self._told)
-            self._told = number
+        if self.sampler is not None and number > self._num_received:
+            self.sampler.count_received(number - self._num_received)
+            self._num_received = number
 
 
 @dataclass(frozen=True)

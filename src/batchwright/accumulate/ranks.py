@@ -405,9 +405,6 @@ def _known_to(module: DistributedDataParallel) -> list[torch.Tensor] | None:
     return now if is_sure else None
 
 
-# The exchange.
-
-
 @dataclass(frozen=True)
 class WindowReport:
     """What a rank tells the others at the end of a window; the sum of packed reports is the report of all ranks."""

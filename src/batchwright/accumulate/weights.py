@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from batchwright.accumulate.checks import check_same_weights
+from batchwright.accumulate.checks import check_same_weights, weights_held_by
 from batchwright.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class TrainedWeights:
             for name, weight in module._parameters.items()
             if weight is not None
         ]
-        held = self._held_now()
+        held = weights_held_by(self._optimizers)
         if self._num_shards(homes) < self._num_shards(self._homes):
             homes = self._homes
         everything = list({id(weight): weight for weight in chain((weight for *_, weight in homes), held)}.values())
@@ -95,7 +95,7 @@ class TrainedWeights:
             are_homes_same
             and [weight.requires_grad for weight in self._all] == [flag for _, flag, _ in self._state]
             and all(_ids(children.values()) == before for children, before in self._children)
-            and _ids(self._held_now()) == _ids(self.held)
+            and _ids(weights_held_by(self._optimizers)) == _ids(self.held)
         )
         if not is_same:
             if not self._parallelism.is_sharded:
@@ -106,10 +106,6 @@ class TrainedWeights:
                 remedy=_REMEDY,
             )
 
-    def _held_now(self) -> list[nn.Parameter]:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        return [weight for group in groups for weight in group["params"]]
-
     def _num_shards(self, homes: list[_Home]) -> int:
         return self._parallelism.num_shards(weight for *_, weight in homes)
 
@@ -119,7 +115,7 @@ class TrainedWeights:
         held = {id(weight) for weight in self.held}
         frozen = [weight for weight in self._all if before[id(weight)] and not weight.requires_grad]
         unfrozen = [weight for weight in self._all if not before[id(weight)] and weight.requires_grad]
-        added = [weight for weight in self._held_now() if id(weight) not in held]
+        added = [weight for weight in weights_held_by(self._optimizers) if id(weight) not in held]
         kept = {id(weight) for weight in self._model.parameters()}
         gone = [name for *_, name, weight in self._homes if not self._parallelism.is_sharded and id(weight) not in kept]
         parts = [

@@ -57,9 +57,6 @@ if TYPE_CHECKING:
     from batchwright.workload import Workload
 
 
-# Splits of a batch as people write them: `2x4`, `3+3+2`, lists of sizes.
-
-
 def read_splits(given: Any, micro_batch: int, accumulation: int) -> list[tuple[int, ...]]:
     """Return the splits that were asked for, by default the one that is trained with.
 

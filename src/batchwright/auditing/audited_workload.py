@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from batchwright.accumulate.checks import as_list, batch_norms
+from batchwright.accumulate.checks import as_list, batch_norms, weights_held_by
 from batchwright.accumulate.loader import counted_micro_batch
 from batchwright.auditing.audit_result import MEAN_OF_PARTS, TOLERANCES, Compared
 from batchwright.auditing.gradients import Gradient, combine, named_weights
@@ -183,8 +183,7 @@ class AuditedWorkload:
     @property
     def stepped_names(self) -> set[str]:
         """The weights that an optimizer steps."""
-        groups = [group for optimizer in as_list(self._optimizers) for group in optimizer.param_groups]
-        stepped = {id(weight) for group in groups for weight in group["params"]}
+        stepped = {id(weight) for weight in weights_held_by(as_list(self._optimizers))}
         return {name for name, weight in named_weights(self.model).items() if id(weight) in stepped}
 
     def compared_with(self, sizes: Sequence[int]) -> Compared:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from batchwright.accumulate.checks import weights_held_by
 from batchwright.auditing.gradients import Gradient, named_weights, to_fp64, zeros_of
 from batchwright.auditing.overrides import listen_to_steps, without_clipping
 from batchwright.device.step import checked_loss
@@ -134,8 +135,7 @@ class LoopWatch:
         return zeros_of(self._weights[name]) if held is None else held
 
     def _names_of(self, optimizer: Any) -> set[str]:
-        ids = [id(weight) for group in optimizer.param_groups for weight in group["params"]]
-        return {self._names[i] for i in ids if i in self._names}
+        return {self._names[i] for i in _ids(optimizer) if i in self._names}
 
     def _comes(self, name: str, weight: torch.Tensor) -> Any:
         def before(_: torch.Tensor) -> None:
@@ -383,7 +383,7 @@ def _call_hooks(optimizer: Any, name: str) -> None:
 
 
 def _ids(optimizer: Any) -> set[int]:
-    return {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    return {id(weight) for weight in weights_held_by([optimizer])}
 
 
 def _are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

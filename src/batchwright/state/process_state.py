@@ -3,6 +3,7 @@
 Promises:
 - exception hooks, the garbage collector, signal handlers, the working directory, the grad mode, default
   dtype, number of threads and global hooks of torch are as they were;
+- random numbers come again as if no probe had drawn any; numpy is looked up, never imported;
 - each is put back only where it differs.
 
 Environment variables and filters of warnings are left: a library that is imported meanwhile sets some, and needs them.
@@ -29,12 +30,6 @@ if TYPE_CHECKING:
 
     PutBack = Callable[[], object]
     Setting = tuple[Callable[[], Any], Callable[[Any], object]]
-
-
-# Random numbers come again as if no probe had drawn any: how each source of them is put back.
-#
-# Promises:
-# - numpy is looked up, never imported: a program without it has no state of numpy's to keep.
 
 
 def random_sources(accelerator: torch.device | None) -> dict[str, PutBack]:

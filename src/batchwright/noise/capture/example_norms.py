@@ -1,7 +1,10 @@
 """The squared norms of per-example gradients, in the backward pass of the whole batch.
 
 Promises:
-- no per-example gradient of a matrix is kept, and none is formed where it can be done without;
+- no per-example gradient of a matrix is kept, and none is formed where it can be done without; at most a few samples,
+  or a few of their rows, are held at a time: about 4M numbers;
+- a weight that is used several times gets the norm of the sum, not the sum of the norms;
+- everything is computed in fp32 at least, and long sums of squares are added up in float64;
 - a pass in which the known layers do not account for the whole gradient is given up with a reason, never guessed;
 - the model, its gradients and the random state stay as they are; `stop` leaves no hook behind.
 
@@ -24,19 +27,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# The squared norm of each sample's share of a gradient, from the uses of its weight.
-#
-# Promises:
-# - the gradients of a matrix are never held for more than a few samples, or a few of their rows: about 4M numbers;
-# - a weight that is used several times gets the norm of the sum, not the sum of the norms;
-# - everything is computed in fp32 at least, and long sums of squares are added up in float64.
-#
-# A use of a matrix is a pair of rows, L and R, one of each per position, and its gradient is L^T R. Positions of
-# several
-# uses stand behind one another, so the squared norm of the sum is that of one longer product. It comes either from the
-# product itself or from <L L^T, R R^T> (Goodfellow, arXiv:1510.01799), whichever is cheaper. The rows L of an
-# embedding
-# are one-hot: they are kept as ids.
+# A use of a matrix is a pair of rows, L and R, one of each per position, and its gradient is L^T R. Positions of further
+# uses stand behind them, so the squared norm of the sum is that of one longer product. It comes either from the product
+# itself or from <L L^T, R R^T> (Goodfellow, arXiv:1510.01799), whichever is cheaper. The rows L of an embedding are
+# one-hot: they are kept as ids.
 
 LIMIT = 4 * 1024**2
 MATRICES = (Form.LINEAR, Form.TRANSPOSED, Form.CONVOLUTION, Form.EMBEDDING)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.utils.parametrize import ParametrizationList
 
+from batchwright.accumulate.boundary import graph_nodes
 from batchwright.noise.capture.leaves import WeakHook
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class Halves:
                 )
                 continue
             try:
-                found = self._run(pairs, graph, is_checked=is_checked)
+                shares = self._run(pairs, graph, is_checked=is_checked)
             except _TiedError:
                 reason = (
                     "samples are tied together (batch normalization, a loss over pairs), or lie along another "
@@ -152,7 +153,7 @@ class Halves:
                 reason = f"a second backward pass fails: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
                 break
             self._attempt = attempt
-            self._shares = dict(zip(map(id, self._parameters), found, strict=True))
+            self._shares = dict(zip(map(id, self._parameters), shares, strict=True))
             return True
         self.failure = reason
         return False
@@ -187,7 +188,7 @@ class Halves:
             hooks += [node.register_prehook(self._check(verified)) for node in below]
         given = [g for _, g in pairs]
         try:
-            found = torch.autograd.grad(
+            shares = torch.autograd.grad(
                 [r for r, _ in pairs],
                 self._parameters,
                 None if all(g is None for g in given) else given,
@@ -199,7 +200,7 @@ class Halves:
                 hook.remove()
         if graph.needs_check and not any(verified):
             raise _TiedError
-        return [None if f is None else f.detach().to_dense() if f.is_sparse else f.detach() for f in found]
+        return [None if s is None else s.detach().to_dense() if s.is_sparse else s.detach() for s in shares]
 
     def _silence(self, node: Node, layouts: list[_Layout | None]) -> Callable[[Any], Any]:
         del node
@@ -236,7 +237,8 @@ class Halves:
                 total = float(squares.sum())
                 if not 0 < total < float("inf"):
                     continue
-                spills = [float(torch.where(each.mask(self.is_mine, squares), 0.0, squares).sum()) for each in layouts]
+                masks = [layout.mask(self.is_mine, squares) for layout in layouts]
+                spills = [float(torch.where(mask, 0.0, squares).sum()) for mask in masks]
                 if min(spills) > _SPILL**2 * total:
                     raise _TiedError
                 # Only a dimension of the samples alone proves anything; a flat one follows whatever was supposed.
@@ -287,7 +289,7 @@ class _Graph:
     ) -> None:
         self._wanted = {id(parameter): parameter for parameter in parameters}
         self._samples, self._batch_dim, self._attempt = samples, batch_dim, attempt
-        self._of_weights = dict.fromkeys(_all_behind(computed), True)
+        self._of_weights = {node: True for node in graph_nodes(computed) if not hasattr(node, "variable")}
         self.places: dict[Node, list[_Layout | None]] = {}
         self.common: set[Node] = set()
         self.needs_check = False
@@ -302,15 +304,15 @@ class _Graph:
         """The nodes behind the places whose gradients have to stay silent where they were silenced."""
         seen = set(self.places) | self.common
         ahead = [child for node in self.places for child, _ in node.next_functions if child is not None]
-        found = []
+        below = []
         while ahead:
             node = ahead.pop()
             if node in seen or hasattr(node, "variable") or self._is_of_weights(node):
                 continue
             seen.add(node)
-            found.append(node)
+            below.append(node)
             ahead.extend(child for child, _ in node.next_functions if child is not None)
-        return found
+        return below
 
     def _find_common(self, roots: list[Any]) -> None:
         """Find terms of the loss that are functions of weights alone, such as a penalty on their size."""
@@ -363,20 +365,26 @@ class _Graph:
 
     def _exact(self, node: Node) -> list[_Layout | None] | None:
         """The layouts of the outputs of a node whose samples have a dimension of their own; None where one has not."""
-        found: list[_Layout | None] = []
+        layouts: list[_Layout | None] = []
         for shape in _shapes(node):
             dims = [dim for dim, size in enumerate(shape) if size == self._samples]
-            told = [dim for dim in dims if dim == self._batch_dim]
+            supposed = [dim for dim in dims if dim == self._batch_dim]
             # The last state of a recurrent net has lost the time, and its samples come first.
-            told += [0] if self._batch_dim and 0 in dims else []
-            others = [dim for dim in dims if dim not in told]
+            supposed += [0] if self._batch_dim and 0 in dims else []
+            others = [dim for dim in dims if dim not in supposed]
             order = (
-                told if self._attempt == 0 else others + told if self._attempt == 1 else list(reversed(told + others))
+                supposed
+                if self._attempt == 0
+                else others + supposed
+                if self._attempt == 1
+                else list(reversed(supposed + others))
             )
-            found.append(_Layout(order[0], self._samples, self._samples) if order else None)
-        if not any(found) or not all(layout or _is_small(s) for layout, s in zip(found, _shapes(node), strict=True)):
+            layouts.append(_Layout(order[0], self._samples, self._samples) if order else None)
+        if not any(layouts) or not all(
+            layout or _is_small(s) for layout, s in zip(layouts, _shapes(node), strict=True)
+        ):
             return None
-        return found
+        return layouts
 
     def _flat(self, node: Node) -> list[_Layout | None] | None:
         shapes = _shapes(node)
@@ -413,21 +421,9 @@ class _Graph:
         return known[node]
 
 
-def _all_behind(nodes: Sequence[Node]) -> set[Node]:
-    """Return nodes and all that they were computed from, but for the leaves."""
-    found: set[Node] = set()
-    ahead = list(nodes)
-    while ahead:
-        node = ahead.pop()
-        if node not in found and not hasattr(node, "variable"):
-            found.add(node)
-            ahead.extend(child for child, _ in node.next_functions if child is not None)
-    return found
-
-
 def _shapes(node: Node) -> list[tuple[int, ...]]:
-    """The shapes of what a node made."""
-    return [tuple(each.shape) for each in node._input_metadata]
+    """Return the shapes of the outputs of a node."""
+    return [tuple(output.shape) for output in node._input_metadata]
 
 
 def _is_small(shape: tuple[int, ...]) -> bool:
