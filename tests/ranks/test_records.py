@@ -18,7 +18,7 @@ ERRORS = st.none() | st.dictionaries(st.text(), st.text() | st.integers() | st.l
 @pytest.mark.parametrize("kind", [Address, Member, RankFailure, Status])
 @given(data=st.data())
 def test_a_record_reads_back_the_same(kind: Any, data: st.DataObject) -> None:
-    special = {
+    special: dict[Any, dict[str, Any]] = {
         RankFailure: {"error": ERRORS},
         Status: {"waited_seconds": SECONDS, "still_seconds": SECONDS, "quiet_seconds": SECONDS},
     }

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# A use of a matrix is a pair of rows, L and R, one of each per position, and its gradient is L^T R. Positions of further
+# A use of a matrix is a pair of rows, L and R, one of each per position, and its gradient is L^T R. Positions of more
 # uses stand behind them, so the squared norm of the sum is that of one longer product. It comes either from the product
 # itself or from <L L^T, R R^T> (Goodfellow, arXiv:1510.01799), whichever is cheaper. The rows L of an embedding are
 # one-hot: they are kept as ids.
