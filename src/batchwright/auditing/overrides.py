@@ -70,13 +70,13 @@ def without_clipping(listener: Callable[[list[Any]], None]) -> Iterator[None]:
             function.__code__ = substitute.__code__
         yield
     finally:
-        CLIP_LISTENER.reset(token)
         for function, code in zip(functions, codes, strict=True):
             function.__code__ = code
         if outer is None:
             delattr(clip_grad, _CALLED)
         else:
             setattr(clip_grad, _CALLED, outer)
+        CLIP_LISTENER.reset(token)
 
 
 @contextmanager
