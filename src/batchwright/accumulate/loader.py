@@ -257,7 +257,7 @@ class WindowSizes:
 
     @property
     def num_named(self) -> int | None:
-        """Windows that are named one by one; None where their number is open."""
+        """Windows that are named one by one; None if their number is open."""
         return None if self._sizes is None else len(self._sizes)
 
     def of(self, step: int, window: int) -> int:

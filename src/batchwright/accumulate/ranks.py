@@ -128,7 +128,7 @@ class Parallelism:
         """Refuse what an Accumulator cannot do here."""
 
     def count_synchronisations(self, run: Callable[[], object]) -> int | None:
-        """Return how often gradients are synchronised while `run` runs; None where that cannot be counted."""
+        """Return how often gradients are synchronised while `run` runs; None if that cannot be counted."""
         return None
 
 
@@ -415,7 +415,7 @@ class WindowReport:
     losses: Mapping[Reduction, Any]
     """The weighted sum of each loss that had a share; a number, or still on its device."""
     square: Any
-    """Of the norm of the gradient; 0 where nobody needs it."""
+    """Of the norm of the gradient; 0 if nobody needs it."""
     num_ahead: float
     """Micro-batches of the next window."""
     num_failed: float
@@ -477,7 +477,7 @@ class Used:
     losses: dict[Reduction, WeightedMean | float]
     """The mean of each reduction that had any."""
     square: Any
-    """The squared norm of the gradient; None where nobody needs it."""
+    """The squared norm of the gradient; None if nobody needs it."""
     watched: list[Sequence[Any]]
     """The watcher's record of each rank, packed; in one process not yet read either."""
 

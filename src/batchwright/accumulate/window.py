@@ -82,7 +82,7 @@ class Step:
 
     @property
     def gradient_norm(self) -> float | None:
-        """The norm of the gradient before it was clipped; None where it was not measured."""
+        """The norm of the gradient before it was clipped; None if it was not measured."""
         return None if self.norm is None else float(self.norm)
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class OpenWindow:
     num_with_gradient: int = 0
 
     def shares(self, terms: list[LossTerm], counts: Totals) -> list[float]:
-        """Return what each term of a micro-batch is multiplied by; 0 where it has no share."""
+        """Return what each term of a micro-batch is multiplied by; 0 if it has no share."""
         pairs = [(counts.of(term.over), self.planned.of(term.over)) for term in terms]
         # Gradients are averaged over ranks, and the mean is over the units of all of them.
         return [amount * self.ranks / total if amount and total else 0.0 for amount, total in pairs]

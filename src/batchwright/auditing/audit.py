@@ -119,7 +119,7 @@ def judge_synchronisations(audit: Audit, workload: Workload, subject: AuditedWor
     cause = SYNC_LOST if count == 0 else MISSING_NO_SYNC
     audit = replace(audit, is_synchronised=count > 0)
     if audit.cause is not None:
-        return _noted(audit, f"also {cause.name}: {cause.explanation}; {cause.remedy}")
+        return _noted(audit, f"also {cause.text}")
     return replace(audit, cause=cause.name, explanation=cause.explanation, remedy=cause.remedy)
 
 
@@ -257,13 +257,14 @@ def audit_subject(
             None if one.result.exact or _is_unsteady(subject) else _find_cause(subject, one, accumulation, defects)
             for one in tried
         ]
-        causes = _in_keeping(causes)
+        causes = _keep_repeated(causes)
         compared = subject.compared_with(sizes[0])
     # What is wrong in every window comes before what is wrong in the last one.
     worst = max(range(len(tried)), key=lambda i: _how_bad(tried[i], is_tail=i >= len(sizes)))
     first = _first_to_fix(subject, tried, compared, causes[worst], defects)
-    splits = [replace(one.result, cause=why.name if why else None) for one, why in zip(tried, causes, strict=True)]
-    others = {why.name: why for why in (*causes, *defects) if why is not None and why.name != (first and first.name)}
+    splits = [replace(one.result, cause=its.name if its else None) for one, its in zip(tried, causes, strict=True)]
+    named_causes = {cause.name: cause for cause in (*causes, *defects) if cause is not None}
+    others = [cause for cause in named_causes.values() if first is None or cause.name != first.name]
     second = None
     if len(windows) > 1:
         mine, theirs = windows[1].gradient, windows[0].gradient
@@ -283,8 +284,8 @@ def audit_subject(
             *(compared.note,) * bool(compared.note),
             *subject.notes,
             *dict.fromkeys(one.note for one in tried if one.note),
-            *(f"{why.name}: {why.explanation}; {why.remedy}" for why in (condition,) if why is not None),
-            *(f"also {why.name}: {why.explanation}; {why.remedy}" for why in others.values()),
+            *((condition.text,) if condition is not None else ()),
+            *(f"also {cause.text}" for cause in others),
         ),
         defects=tuple(defects),
         condition=condition,
@@ -302,7 +303,7 @@ def _is_unsteady(subject: AuditSubject) -> bool:
     return subject.is_stateful or subject.is_random
 
 
-def _in_keeping(causes: list[Cause | None]) -> list[Cause | None]:
+def _keep_repeated(causes: list[Cause | None]) -> list[Cause | None]:
     """One micro-batch alone cannot tell a factor from a repetition: the full window can."""
     repeated = next((cause for cause in causes if cause is not None and cause.name == REPEATED.name), None)
     if repeated is None:
@@ -373,10 +374,10 @@ def _try_split(
 ) -> _Tried:
     reference = subject.reference(sizes)
     caught = caught or subject.accumulated(subject.micro_batches(sizes))
-    return _judged(subject, sizes, accumulation, reference, caught, caught.gradient)
+    return _judge(subject, sizes, accumulation, reference, caught, caught.gradient)
 
 
-def _judged(
+def _judge(
     subject: AuditSubject,
     sizes: Sequence[int],
     accumulation: int,
@@ -409,7 +410,7 @@ def _before_clip_by_hand(subject: AuditSubject, tried: _Tried, full: Sequence[in
     ratio = before.ratio_to(tried.reference)
     if ratio is not None and units > 1 and abs(ratio / units - 1) <= TOLERANCES[subject.dtype]:
         before = before.times(1 / units)
-    judged = _judged(subject, tried.sizes, len(full), tried.reference, tried.caught, before)
+    judged = _judge(subject, tried.sizes, len(full), tried.reference, tried.caught, before)
     return replace(judged, note="the loop clips by hand; it was judged before its clipping")
 
 

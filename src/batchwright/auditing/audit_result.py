@@ -37,6 +37,11 @@ class Cause:
     explanation: str
     remedy: str
 
+    @property
+    def text(self) -> str:
+        """All of it in one line."""
+        return f"{self.name}: {self.explanation}; {self.remedy}"
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -44,7 +49,7 @@ class Compared:
 
     name: str = BIG_BATCH
     error: float | None = None
-    """Beside the big batch; None where it is the big batch, or where that could not be asked."""
+    """Beside the big batch; None if it is the big batch, or if that could not be measured."""
     is_right: bool = True
     note: str = ""
 
@@ -73,7 +78,7 @@ class SplitAudit:
 
     sizes: tuple[int, ...]
     ratio: float | None
-    """Norm of the accumulated gradient over that of the big batch; None where the latter is 0."""
+    """Norm of the accumulated gradient over that of the big batch; None if the latter is 0."""
     relative_error: float | None
     exact: bool
     cause: str | None = None
@@ -104,13 +109,13 @@ class Audit(PrintedResult):
     explanation: str = ""
     notes: tuple[str, ...] = ()
     is_synchronised: bool = True
-    """False where the loop was seen to leave ranks with gradients of their own."""
+    """False if the loop was seen to leave ranks with gradients of their own."""
     defects: tuple[Cause, ...] = ()
     """What is wrong with the loop whatever its gradient: clipped too early, stepped twice, never zeroed in part."""
     condition: Cause | None = None
-    """What must be true outside of the loop for it to be right; None where nothing must."""
+    """What must be true outside of the loop for it to be right; None if nothing must."""
     second_window: tuple[float | None, float | None] | None = None
-    """Ratio and relative error of a second window on the same samples, beside the first; None where none ran."""
+    """Ratio and relative error of a second window on the same samples, beside the first; None if none ran."""
     is_random: bool = False
     """Whether the loss is random even without dropout: then no cause is named."""
     is_stateful: bool = False
@@ -118,7 +123,7 @@ class Audit(PrintedResult):
     compared_with: str = BIG_BATCH
     """What the accumulated gradient was compared with."""
     reference_error: float | None = None
-    """Of what was compared with, beside the big batch, dropout off; None where they are the same thing, or unknown."""
+    """Of what was compared with, beside the big batch, dropout off; None if they are the same thing, or unknown."""
     is_reference_right: bool = True
     source: str = "measured"
 

@@ -75,7 +75,7 @@ class Gradient:
         return float(sum(float((self.by_name[name] * other.by_name[name]).sum()) for name in shared))
 
     def error_to(self, reference: Gradient) -> float | None:
-        """Return the norm of the difference over that of the reference; None where only the reference is 0."""
+        """Return the norm of the difference over that of the reference; None if only the reference is 0."""
         difference, norm = self.minus(reference).norm, reference.norm
         return difference / norm if norm else (0.0 if difference == 0 else None)
 

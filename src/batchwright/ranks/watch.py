@@ -411,7 +411,7 @@ class _Signals:
                 self.is_ours = True
 
     def wait(self, seconds: float) -> int:
-        """Wait for a signal; return its number, 0 where none came."""
+        """Wait for a signal; return its number, 0 if none came."""
         with suppress(OSError, ValueError):
             if select.select([self._reader], [], [], seconds)[0]:
                 for number in self._reader.recv(64):

@@ -94,7 +94,7 @@ class KeptTensor:
                 setattr(tensor, name, hooks)
 
     def copy_elements(self, spans: Spans) -> Callable[[], object] | None:
-        """Copy the elements and return what writes them back; None where there are none, or `spans` has them."""
+        """Copy the elements and return what writes them back; None if there are none, or `spans` has them."""
         data = self._data
         if data is None or is_lazy(self._tensor) or data.device.type == "meta" or self._sparse:
             return None
@@ -125,7 +125,7 @@ def _kept_span(
 
 
 def num_bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of the memory that a tensor names, whatever its layout; 0 where it has none.
+    """Bytes of the memory that a tensor names, whatever its layout; 0 if it has none.
 
     >>> num_bytes_of(torch.zeros(3)), num_bytes_of(torch.zeros(3, device="meta"))
     (12, 0)
@@ -193,7 +193,7 @@ def turn_into(thing: Any, kind: type) -> None:
 
 
 def _place(tensor: torch.Tensor) -> object:
-    """Where a tensor's elements are; equal to nothing where that cannot be told."""
+    """Where a tensor's elements are; equal to nothing if that cannot be told."""
     if is_lazy(tensor) or tensor.layout is not torch.strided:
         return object()
     storage = tensor.untyped_storage()._cdata

@@ -82,7 +82,7 @@ class Keep:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A note for a result: what does not come back; none where all does."""
+        """A note for a result: what does not come back; none if all does."""
         return (f"not looked after: {', '.join(self.not_kept)}",) if self.not_kept else ()
 
     def covers(

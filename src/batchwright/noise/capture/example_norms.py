@@ -8,7 +8,7 @@ Promises:
 - a pass in which the known layers do not account for the whole gradient is given up with a reason, never guessed;
 - the model, its gradients and the random state stay as they are; `stop` leaves no hook behind.
 
-The inputs of the layers are held until their gradients are there. That costs nothing where autograd holds them as
+The inputs of the layers are held until their gradients are there. That costs nothing if autograd holds them as
 well, but activation checkpointing frees them, so part of what it saves is lost while the norms are taken.
 """
 
@@ -365,7 +365,7 @@ class ExampleNorms:
 
 
 def row_per_sample(use: Use, samples: int) -> Use | None:
-    """Return a use with one row for each sample, or None where a shared output does not tell whose row is whose.
+    """Return a use with one row for each sample, or None if a shared output does not tell whose row is whose.
 
     >>> positions, arrival = torch.arange(3), torch.ones(2, 3, 4)
     >>> shared = Use(torch.nn.Embedding(3, 4), positions, True, torch.ones(3, 4), arrivals=[arrival])

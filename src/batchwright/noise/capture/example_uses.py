@@ -61,7 +61,7 @@ BIASES = (Form.BIAS, Form.CHANNEL_BIAS)
 
 
 def form_of(module: nn.Module, name: str) -> Form | None:
-    """Return how a weight of a module is used, or None where that is not known.
+    """Return how a weight of a module is used, or None if that is not known.
 
     >>> form_of(nn.Linear(2, 3), "weight"), form_of(nn.Linear(2, 3), "bias"), form_of(nn.Bilinear(2, 2, 2), "weight")
     (<Form.LINEAR: 1>, <Form.BIAS: 7>, None)

@@ -111,7 +111,7 @@ class Halves:
             self._computed_weights.append(weight.grad_fn)
 
     def take(self, tensors: Any, gradients: Any = None) -> bool:
-        """Take the share of one half, before the backward of `tensors`; False where it does not concern the weights."""
+        """Take the share of one half, before the backward of `tensors`; False if it does not concern the weights."""
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         given = [gradients] * len(roots) if not isinstance(gradients, list | tuple) else list(gradients)
         pairs = [(r, g) for r, g in zip(roots, given, strict=True) if r.grad_fn is not None]
@@ -364,7 +364,7 @@ class _Graph:
         return open_leaf[root]
 
     def _exact(self, node: Node) -> list[_Layout | None] | None:
-        """The layouts of the outputs of a node whose samples have a dimension of their own; None where one has not."""
+        """The layouts of the outputs of a node whose samples have a dimension of their own; None if one has not."""
         layouts: list[_Layout | None] = []
         for shape in _shapes(node):
             dims = [dim for dim, size in enumerate(shape) if size == self._samples]

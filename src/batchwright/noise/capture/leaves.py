@@ -228,7 +228,7 @@ class LeafSquares:
         return add_squares(norms, groups, len(self.weights.names), self.weights.device)
 
     def squares_of_examples(self) -> torch.Tensor | None:
-        """The squares of each example, by group: groups x examples; None where some weight has none."""
+        """The squares of each example, by group: groups x examples; None if some weight has none."""
         weights, by_weight = self.weights, self._seen.examples
         if by_weight.keys() != self._seen.fired or not by_weight:
             return None

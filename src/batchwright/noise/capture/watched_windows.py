@@ -250,7 +250,7 @@ class MeasuredWindow:
     """A window of all ranks, read from their sums."""
 
     observations: tuple[Observation, ...]
-    """One per group; empty where the window cannot be used."""
+    """One per group; empty if the window cannot be used."""
     units: float
     samples: float
     reason: int
