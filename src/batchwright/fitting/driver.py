@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 from batchwright.errors import NothingFitsError, StepFailedError
 from batchwright.fitting.fit_result import Fit, NextSize, limited_peak, name_shape
 from batchwright.fitting.forecast import Forecast
-from batchwright.fitting.search import Seen, by_doubling, by_growing, by_peaks, by_powers_of_two, by_prediction, or_else
+from batchwright.fitting.search import (
+    Seen,
+    by_doubling,
+    by_growing,
+    by_peaks,
+    by_powers_of_two,
+    by_prediction,
+    fall_back,
+)
 from batchwright.fitting.subprocess import CRASHED
 from batchwright.units import format_bytes
 
@@ -329,7 +337,7 @@ def _search(
     if limit is not None and forecast.is_possible(shape):
         resolution = _RESOLUTION_BYTES if budget.is_host else 0
         predicted = by_prediction(cap.size, limit, forecast.peak, allowance=forecast.allowance, resolution=resolution)
-        return or_else(predicted, lambda: _unpredicted(cap, budget))
+        return fall_back(predicted, lambda: _unpredicted(cap, budget))
     return _unpredicted(cap, budget)
 
 

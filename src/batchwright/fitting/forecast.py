@@ -16,9 +16,10 @@ from batchwright.device.out_of_memory import is_too_small
 from batchwright.device.step import StepSettings
 from batchwright.errors import BatchwrightError
 from batchwright.fitting.fit_result import MemoryLine, limited_peak
-from batchwright.fitting.search import CannotPredictError, Curve
+from batchwright.fitting.search import CannotPredictError
 from batchwright.memory.breakdown import break_down
 from batchwright.memory.estimate import without_torchs_own_log
+from batchwright.planning.largest import Curve
 from batchwright.trace.run import trace_workload
 from batchwright.units import format_bytes
 
@@ -89,7 +90,7 @@ class Forecast:
         if self._limit_bytes is None or not self.is_possible(self._shape):
             return None
         try:
-            return Curve(self.peak, cap=cap).largest_within(self._limit_bytes - self.allowance) or None
+            return Curve(self.peak, cap=cap).roughly_within(self._limit_bytes - self.allowance) or None
         except CannotPredictError:
             return None
 

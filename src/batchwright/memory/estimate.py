@@ -23,7 +23,6 @@ from batchwright.device.step import StepSettings
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import Breakdown, break_down, parts_at_the_same_moment
 from batchwright.memory.estimate_result import PARTS, CardRow, Estimate, EveryCard
-from batchwright.memory.largest import largest_within
 from batchwright.memory.on_card import (
     CardsAlike,
     OnCard,
@@ -34,6 +33,7 @@ from batchwright.memory.on_card import (
     upper_on_card,
 )
 from batchwright.memory.what_if import what_if_savings
+from batchwright.planning.largest import largest_within
 from batchwright.simulated.card import kernels_of
 from batchwright.state.untouched import leaves_untouched, untouched
 from batchwright.trace.run import Traced, check_batches, trace_workload

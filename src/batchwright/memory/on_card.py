@@ -23,7 +23,7 @@ from batchwright.device.device import default_device, present_devices
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import break_down
 from batchwright.memory.calibration import Correction, read_run
-from batchwright.memory.largest import largest_within
+from batchwright.planning.largest import largest_that_fits, largest_within
 from batchwright.simulated.allocator.caching_allocator import goes_through, peaks_with_room
 from batchwright.simulated.allocator.settings import AllocatorSettings
 from batchwright.simulated.allocator.snapshot import History, write_snapshot
@@ -283,12 +283,8 @@ class OnCard:
         # One whose peak has room on the card runs for certain. Beyond, the card has the last word, up to the size whose
         # live tensors alone are too large.
         low = largest_within(lambda size: device_peak(traced(size)), self.card.total_bytes, cap=cap) or 0
-        high = low + 1
-        while to_the_last and high <= cap and self.fits(traced(high)):
-            low, high = high, min(2 * high - low + 1, cap + 1)
-        while to_the_last and high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.fits(traced(middle)) else (low, middle)
+        if to_the_last:
+            low = largest_that_fits(lambda size: self.fits(traced(size)), above=low, cap=cap)
         if not low and not self.fits(traced(1)):
             raise self.nothing_fits(traced(1))
         return max(low, 1)

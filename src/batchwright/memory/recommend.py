@@ -16,8 +16,9 @@ from batchwright.catalogue.models import find_model
 from batchwright.errors import InvalidInputError
 from batchwright.memory.formula_tensors import Setup
 from batchwright.memory.formulas import checked_length, step_moments
+from batchwright.planning.largest import largest_within
 from batchwright.printed_result import PrintedResult
-from batchwright.units import format_bytes, parse_bytes, shortened
+from batchwright.units import LARGEST_COUNT, format_bytes, parse_bytes, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -230,11 +231,8 @@ def _answer(size: str, shape: ModelShape, memory: int, setup: Setup, seq_len: in
     def needed(samples: int, chosen: Setup = setup) -> int:
         return needed_bytes(shape, chosen, micro_batch=samples, seq_len=seq_len, task=task)
 
-    batch = None
-    if needed(1) <= usable:
-        batch = 1
-        while needed(2 * batch) <= usable:
-            batch *= 2
+    largest = largest_within(needed, usable, cap=LARGEST_COUNT)
+    batch = None if largest is None else 2 ** (largest.bit_length() - 1)
     # Every moment grows evenly; a sample costs what the fastest of them grows by.
     one, two = (_totals(shape, setup, samples, seq_len, task) for samples in (1, 2))
     return Answer(

@@ -7,7 +7,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.memory.largest import largest_within
+from batchwright.planning.largest import Curve, largest_that_fits, largest_within
+from tests.oracle.largest_size import largest_size
 
 pieces = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 200)), min_size=1, max_size=6)
 
@@ -94,3 +95,49 @@ def test_nothing_fits_after_one_look() -> None:
 def test_where_all_fit_the_cap_is_the_answer() -> None:
     assert largest_within(Looks([(1000, 0)]), 1000, cap=777) == 777
     assert largest_within(Looks([(1000, 0)]), 1000, cap=1) == 1
+
+
+wide_pieces = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**7)), min_size=1, max_size=4)
+
+
+@given(wide_pieces, st.lists(st.integers(0, 10**10), min_size=1, max_size=4), st.integers(1, 2000))
+def test_the_crossing_of_a_maximum_of_lines_is_right_to_one_size(
+    pieces: list[tuple[int, int]], limits: list[int], cap: int
+) -> None:
+    def peak(n: int) -> int:
+        return max(fixed + per_sample * n for fixed, per_sample in pieces)
+
+    curve = Curve(peak, cap=cap)
+    for limit in limits:
+        answer = curve.roughly_within(limit)
+        truth = largest_size(lambda n, limit=limit: peak(n) <= limit, cap)  # type: ignore[misc]
+        # A look that is on the line by the tolerance leaves the crossing open by as much.
+        slack = max(1, round(2 * limit / 8192 / max(peak(truth + 1) - peak(truth), 1)) + 1)
+        assert abs(answer - truth) <= slack
+
+
+def test_a_second_limit_near_the_first_costs_no_look() -> None:
+    looks: list[int] = []
+
+    def peak(n: int) -> int:
+        looks.append(n)
+        return 10**9 + 10**6 * n
+
+    curve = Curve(peak, cap=2**20)
+    curve.roughly_within(2 * 10**9)
+    before = len(looks)
+    assert curve.roughly_within(19 * 10**8) == 900
+    assert len(looks) == before <= 5
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 60))
+def test_yes_or_no_alone_is_enough_just_above_a_size_that_fits(above: int, more: int, room: int) -> None:
+    cap = above + room
+    looks: list[int] = []
+
+    def fits(size: int) -> bool:
+        looks.append(size)
+        return size <= above + more
+
+    assert largest_that_fits(fits, above=above, cap=cap) == min(above + more, cap)
+    assert len(looks) == len(set(looks)), "no size is looked at twice"
