@@ -188,7 +188,7 @@ class TestProbesForReal:
     ) -> None:
         # A key that is known beforehand spares the run that would write the file.
         key = "0" * 64
-        monkeypatch.setattr("batchwright.fitting.cache.fingerprint", lambda *_, **__: key)
+        monkeypatch.setattr("batchwright.fitting.cache.AnswerBook.find_key", lambda *_, **__: key)
         answer = tmp_path / "cache" / "fits" / f"{key}.json"
         answer.parent.mkdir(parents=True)
         answer.write_text('{"schema": 1, "key": "0000')

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import random
+import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from batchwright.device.outcome import Outcome
-from batchwright.fitting import cache as remembered_file
-from batchwright.fitting.cache import Answers, Remembered, from_remembered
+from batchwright.fitting import cache as cache_file
+from batchwright.fitting.budget import Budget
+from batchwright.fitting.cache import AnswerBook, Answers, Remembered, from_remembered
 from batchwright.fitting.fit_result import Fit, NextSize
+from batchwright.fitting.request import FitRequest
 from batchwright.fitting.search import Seen, by_doubling, by_growing, by_peaks, by_powers_of_two, by_prediction
+from batchwright.targets import load_workload
 from batchwright.units import PeakBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterator
 
 KEY = "ab" * 32
 OTHER_KEY = "cd" * 32
@@ -50,24 +58,20 @@ def test_an_answer_comes_back(tmp_path: Path) -> None:
     answers = Answers(tmp_path / "new" / "folder")
     assert answers.recall(KEY) == (None, "")
     assert answers.remember(KEY, make_fit()) == ""
-    found, note = Answers(tmp_path / "new" / "folder").recall(KEY)
+    answer, note = Answers(tmp_path / "new" / "folder").recall(KEY)
     assert note == ""
-    assert found is not None
-    assert found == Remembered(37, make_fit().next_size, 1000, make_fit().reason, found.when)
+    assert answer is not None
+    assert answer == Remembered(37, make_fit().next_size, make_fit().reason, answer.when)
     assert answers.recall(OTHER_KEY) == (None, "")
 
 
-def test_a_later_answer_replaces_an_earlier_one_and_can_be_forgotten(tmp_path: Path) -> None:
+def test_a_later_answer_replaces_an_earlier_one(tmp_path: Path) -> None:
     answers = Answers(tmp_path)
     answers.remember(KEY, make_fit(37))
     answers.remember(KEY, make_fit(12, next_size=None))
-    found, _ = answers.recall(KEY)
-    assert found is not None
-    assert (found.micro_batch, found.next_size) == (12, None)
-    answers.forget(KEY)
-    answers.forget(KEY)
-    assert answers.recall(KEY) == (None, "")
-    assert list(tmp_path.iterdir()) == []
+    answer, _ = answers.recall(KEY)
+    assert answer is not None
+    assert (answer.micro_batch, answer.next_size) == (12, None)
 
 
 def test_the_file_can_be_read_by_a_person(tmp_path: Path) -> None:
@@ -87,7 +91,7 @@ def test_what_was_not_certified_is_not_remembered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "problem"),
     [
         (b"", "Expecting value"),
         (b"{", "Expecting property name"),
@@ -98,13 +102,13 @@ def test_what_was_not_certified_is_not_remembered(tmp_path: Path) -> None:
     ],
     ids=["empty", "cut off", "binary", "a list", "deeply nested", "a huge number"],
 )
-def test_a_damaged_file_is_ignored_and_said(tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_damaged_file_is_ignored_with_a_note(tmp_path: Path, content: bytes, problem: str) -> None:
     file_in(tmp_path).write_bytes(content)
     answers = Answers(tmp_path)
-    found, note = answers.recall(KEY)
-    assert found is None
+    answer, note = answers.recall(KEY)
+    assert answer is None
     assert note.startswith("a remembered answer was ignored: the file is damaged (")
-    assert said in note
+    assert problem in note
     assert str(file_in(tmp_path)) in note
     assert answers.remember(KEY, make_fit()) == ""
     assert answers.recall(KEY)[1] == ""
@@ -121,8 +125,6 @@ def test_a_damaged_file_is_ignored_and_said(tmp_path: Path, content: bytes, said
         {"micro_batch": "37"},
         {"micro_batch": 37.0},
         {"micro_batch": 10**16},
-        {"peak_bytes": -1},
-        {"peak_bytes": "1 GiB"},
         {"when": "yesterday"},
         {"when": 5},
         {"reason": None},
@@ -140,20 +142,19 @@ def test_every_field_is_checked(tmp_path: Path, change: dict[str, Any]) -> None:
     answers.remember(KEY, make_fit())
     entry = json.loads(file_in(tmp_path).read_text())
     file_in(tmp_path).write_text(json.dumps({**entry, **change}))
-    found, note = answers.recall(KEY)
-    assert found is None
+    answer, note = answers.recall(KEY)
+    assert answer is None
     assert "ignored: the file is damaged" in note
 
 
-def test_a_file_that_cannot_be_read_is_ignored_and_said(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_ignored_with_a_note(tmp_path: Path) -> None:
     file_in(tmp_path).mkdir()
-    found, note = Answers(tmp_path).recall(KEY)
-    assert found is None
+    answer, note = Answers(tmp_path).recall(KEY)
+    assert answer is None
     assert note.startswith("a remembered answer was ignored: it cannot be read (")
-    Answers(tmp_path).forget(KEY)
 
 
-def test_a_folder_that_cannot_be_read_is_ignored_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_ignored_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         # Not by chmod: tests may run as root, whom it does not stop.
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -172,8 +173,8 @@ def test_what_is_too_large_to_be_ours_is_not_read(tmp_path: Path) -> None:
 
 def test_what_is_no_plain_file_is_ignored_at_once_and_said(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / f"{KEY}.json")
-    found, note = Answers(tmp_path).recall(KEY)
-    assert found is None
+    answer, note = Answers(tmp_path).recall(KEY)
+    assert answer is None
     assert note == "a remembered answer was ignored: it cannot be read (it is not a plain file)"
 
 
@@ -210,7 +211,7 @@ def test_a_folder_without_permission_to_write_is_said(tmp_path: Path) -> None:
 
 
 def test_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered_file, "_MOST_ENTRIES", 3)
+    monkeypatch.setattr(cache_file, "_MOST_ENTRIES", 3)
     answers = Answers(tmp_path)
     for age, key in enumerate(("a1", "b2", "c3")):
         answers.remember(key, make_fit())
@@ -250,16 +251,15 @@ def test_without_a_home_nothing_is_remembered_and_that_is_said(monkeypatch: pyte
     answers = Answers()
     assert answers.recall(KEY) == (None, "")
     assert "no home folder" in answers.remember(KEY, make_fit())
-    answers.forget(KEY)
 
 
 def test_writers_and_readers_at_once_see_whole_answers(tmp_path: Path) -> None:
     def write_and_read(_: int) -> None:
         for size in range(1, 50):
             assert Answers(tmp_path).remember(KEY, make_fit(size, next_size=None)) == ""
-            found, note = Answers(tmp_path).recall(KEY)
+            answer, note = Answers(tmp_path).recall(KEY)
             assert note == ""
-            assert found is not None
+            assert answer is not None
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write_and_read, range(4)))
@@ -313,3 +313,143 @@ def test_a_known_failure_is_handed_to_the_search_in_place_of_a_probe() -> None:
     assert drive(from_remembered(16, lambda: by_powers_of_two(64)), truth=5) == [16, 1, 2, 4, 8]
     # It may be all there was to know.
     assert drive(from_remembered(1, lambda: by_doubling(64)), truth=0) == [1]
+
+
+TARGET = """
+import random
+import torch
+from torch import nn
+import batchwright as bw
+from {helper} import WIDTH
+
+def workload():
+    print("building", random.random(), torch.rand(1))
+    return bw.Workload(
+        model=lambda: {model},
+        batch=lambda n, seq_len=4: torch.randn(n, seq_len, WIDTH),
+        loss=lambda model, batch: model(batch).pow(2).mean(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr={lr}),
+    )
+"""
+CHILD = """
+import sys
+from batchwright.fitting.budget import Budget
+from batchwright.fitting.cache import AnswerBook
+from batchwright.fitting.request import FitRequest
+from batchwright.targets import load_workload
+book = AnswerBook(load_workload(sys.argv[1]), sys.argv[1], FitRequest(), "")
+print(book.find_key({"seq_len": 4}, "cpu", Budget(2**30, was_asked=True), cap=64))
+"""
+
+
+def write_target(folder: Path, helper: str, *, width: int = 8, lr: float = 3e-4, model: str = "") -> str:
+    (folder / f"{helper}.py").write_text(f"WIDTH = {width}\n")
+    file = folder / f"target_of_{helper}.py"
+    file.write_text(TARGET.format(helper=helper, lr=lr, model=model or "nn.Linear(WIDTH, WIDTH)"))
+    return f"{file}:workload"
+
+
+@contextlib.contextmanager
+def loaded_and_gone(helper: str) -> Iterator[None]:
+    path = list(sys.path)
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        sys.modules.pop(helper, None)
+        sys.modules.pop(f"target_of_{helper}", None)
+
+
+def find_key(target: str, helper: str, **changes: Any) -> str | None:
+    """Load a target as a new process would, leaving nothing behind."""
+    options: dict[str, Any] = {"shape": {"seq_len": 4}, "on": "cpu", "budget": Budget(2**30, was_asked=True), "cap": 64}
+    options |= {name: changes.pop(name) for name in options.keys() & changes.keys()}
+    with loaded_and_gone(helper):
+        return AnswerBook(load_workload(target), target, FitRequest(**changes), "").find_key(**options)
+
+
+def test_the_key_is_the_same_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write_target(tmp_path, "helper_elsewhere")
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    # Earlier tests may have changed the number of threads here.
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    child = subprocess.run([sys.executable, "-c", CHILD, target], env=environment, capture_output=True, text=True)
+    # The files of tests are imported here and not there.
+    monkeypatch.setattr(cache_file, "is_installed_or_ours", lambda file: not file.startswith(str(tmp_path)))
+    assert child.stdout.split()[-1] == find_key(target, "helper_elsewhere"), child.stderr
+
+
+@pytest.mark.parametrize("change", [{"width": 100}, {"lr": 3e-5}, {"model": "nn.Linear(8, 9)"}], ids=str)
+def test_a_change_in_the_target_or_in_a_file_it_imports_changes_the_key(tmp_path: Path, change: Any) -> None:
+    before = find_key(write_target(tmp_path, "helper_beside"), "helper_beside")
+    assert before is not None
+    assert find_key(write_target(tmp_path, "helper_beside"), "helper_beside") == before
+    assert find_key(write_target(tmp_path, "helper_beside", **change), "helper_beside") != before
+
+
+def test_the_model_as_it_prints_itself_is_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write_target(tmp_path, "helper_by_repr", model='nn.Linear(8, int(__import__("os").environ["WIDTH"]))')
+    keys = set()
+    for width in ("4", "8"):
+        monkeypatch.setenv("WIDTH", width)
+        keys.add(find_key(target, "helper_by_repr"))
+    assert len(keys) == 2
+    assert None not in keys
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": {"seq_len": 6}},
+        {"budget": Budget(2**31, was_asked=True)},
+        {"budget": Budget(None)},
+        {"cap": 65},
+        {"accumulation": 2},
+        {"clip_norm": 1.0},
+        {"start": 4},
+        {"powers_of_two": True},
+    ],
+    ids=str,
+)
+def test_another_request_has_another_key(tmp_path: Path, change: dict[str, Any]) -> None:
+    target = write_target(tmp_path, "helper_asked")
+    assert find_key(target, "helper_asked") != find_key(target, "helper_asked", **change)
+
+
+def test_free_bytes_count_in_steps_of_256_mib(tmp_path: Path) -> None:
+    target = write_target(tmp_path, "helper_free")
+    keys = [find_key(target, "helper_free", budget=Budget(mib * 2**20)) for mib in (513, 700, 800)]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_another_version_or_allocator_setting_has_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write_target(tmp_path, "helper_versions")
+    keys = [find_key(target, "helper_versions")]
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    keys.append(find_key(target, "helper_versions"))
+    monkeypatch.setattr(cache_file, "__version__", "99")
+    keys.append(find_key(target, "helper_versions"))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    keys.append(find_key(target, "helper_versions"))
+    assert len(set(keys)) == len(keys)
+
+
+def test_looking_for_the_key_leaves_random_state_alone_and_prints_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draws = '(print("drawn"), __import__("random").random(), torch.rand(1), nn.Linear(8, 8))[-1]'
+    target = write_target(tmp_path, "helper_drawing", model=draws)
+    with loaded_and_gone("helper_drawing"):
+        book = AnswerBook(load_workload(target), target, FitRequest(), "")
+        capsys.readouterr()
+        states = torch.get_rng_state(), random.getstate()
+        assert book.find_key({}, "cpu", Budget(None), cap=8) is not None
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert random.getstate() == states[1]
+        assert capsys.readouterr().out == ""
+
+
+def test_what_raises_on_the_way_has_no_key(tmp_path: Path) -> None:
+    target = write_target(tmp_path, "helper_broken", model="1 / 0")
+    assert find_key(target, "helper_broken") is None
+    assert find_key(write_target(tmp_path, "helper_fine"), "helper_fine", on="no-such-device") is None

@@ -4,12 +4,12 @@ import pytest
 
 from batchwright.device.outcome import Outcome
 from batchwright.errors import StepFailedError
-from batchwright.fitting.driver import Cap, run_series
+from batchwright.fitting.driver import Cap, Cause, run_series
 from batchwright.fitting.search import by_doubling, by_powers_of_two
 
 
-def outcome(size: int, verdict: str, **told: object) -> Outcome:
-    return Outcome(size, {}, verdict, None, seconds=0.1, **told)  # type: ignore[arg-type]
+def outcome(size: int, verdict: str, **fields: object) -> Outcome:
+    return Outcome(size, {}, verdict, None, seconds=0.1, **fields)  # type: ignore[arg-type]
 
 
 def up_to(largest: int, *, least: int = 1) -> object:
@@ -22,30 +22,30 @@ def up_to(largest: int, *, least: int = 1) -> object:
 
 
 def series(largest: int, cap: int = 100, *, max_trials: int = 40, least: int = 1):  # type: ignore[no-untyped-def]
-    said: list[str] = []
-    told = {"cap": Cap(cap, f"the limit is {cap}"), "max_trials": max_trials, "say": said.append}
-    return run_series(by_doubling(cap), up_to(largest, least=least), **told)  # type: ignore[arg-type]
+    lines: list[str] = []
+    options = {"cap": Cap(cap, Cause.LIMIT), "max_trials": max_trials, "say": lines.append}
+    return run_series(by_doubling(cap), up_to(largest, least=least), **options)  # type: ignore[arg-type]
 
 
 def test_the_answer_ran_and_the_next_size_did_not_fit() -> None:
-    found = series(37)
-    assert found.micro_batch == 37
-    assert (found.next_size.micro_batch, found.next_size.outcome) == (38, "out_of_memory")
+    result = series(37)
+    assert result.micro_batch == 37
+    assert (result.next_size.micro_batch, result.next_size.outcome) == (38, "out_of_memory")
 
 
 def test_the_limit_is_the_reason_where_it_is() -> None:
-    found = series(1000)
-    assert found.micro_batch == 100
-    assert found.next_size.outcome is None
-    assert found.reason == "the limit is 100"
+    result = series(1000)
+    assert result.micro_batch == 100
+    assert result.next_size.outcome is None
+    assert result.reason == "the limit is 100"
 
 
 def test_used_up_trials_are_the_reason_where_they_are() -> None:
-    found = series(1000, 4096, max_trials=3)
-    assert (found.micro_batch, len(found.trials)) == (4, 3)
-    assert "3 trials were used up" in found.reason
-    found = series(37, max_trials=8)
-    assert (found.micro_batch, found.next_size.outcome) == (32, None)
+    result = series(1000, 4096, max_trials=3)
+    assert (result.micro_batch, len(result.trials)) == (4, 3)
+    assert "3 trials were used up" in result.reason
+    result = series(37, max_trials=8)
+    assert (result.micro_batch, result.next_size.outcome) == (32, None)
 
 
 def test_nothing_fits() -> None:
@@ -58,10 +58,10 @@ def test_a_size_too_small_for_the_step_is_passed_over() -> None:
 
 
 def test_powers_of_two_say_why_the_next_size_was_not_tried() -> None:
-    told = {"cap": Cap(100, "the limit is 100"), "max_trials": 40, "say": lambda _: None, "is_stepwise": True}
-    found = run_series(by_powers_of_two(100), up_to(37), **told)  # type: ignore[arg-type]
-    assert found.micro_batch == 32
-    assert "only powers of two" in found.next_size.why
+    options = {"cap": Cap(100, Cause.LIMIT), "max_trials": 40, "say": lambda _: None, "is_stepwise": True}
+    result = run_series(by_powers_of_two(100), up_to(37), **options)  # type: ignore[arg-type]
+    assert result.micro_batch == 32
+    assert "only powers of two" in result.next_size.why
 
 
 def test_a_bug_surfaces_at_once_with_its_own_exception() -> None:
@@ -69,10 +69,10 @@ def test_a_bug_surfaces_at_once_with_its_own_exception() -> None:
         return outcome(size, "failed", exception=KeyError("mine"), traceback="...")
 
     with pytest.raises(KeyError, match="mine"):
-        run_series(by_doubling(8), probe, cap=Cap(8, ""), max_trials=5, say=lambda _: None)
+        run_series(by_doubling(8), probe, cap=Cap(8, Cause.LIMIT), max_trials=5, say=lambda _: None)
 
     def elsewhere(size: int) -> Outcome:
         return outcome(size, "failed", traceback="Traceback ...\nKeyError: 'mine'")
 
     with pytest.raises(StepFailedError, match="KeyError"):
-        run_series(by_doubling(8), elsewhere, cap=Cap(8, ""), max_trials=5, say=lambda _: None)
+        run_series(by_doubling(8), elsewhere, cap=Cap(8, Cause.LIMIT), max_trials=5, say=lambda _: None)

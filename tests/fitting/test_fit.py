@@ -14,7 +14,8 @@ from torch import nn
 
 import batchwright as bw
 from batchwright.errors import BatchwrightError, InvalidInputError, NothingFitsError, StepFailedError
-from batchwright.fitting.subprocess import Child, Job
+from batchwright.fitting.messages import Job
+from batchwright.fitting.subprocess import Child
 from tests.fitting import targets
 
 TARGETS = Path(targets.__file__)
@@ -31,11 +32,11 @@ def raises_above(limit: int) -> Any:
 
 @pytest.mark.parametrize("limit", [1, 37, 100_000])
 def test_a_step_that_merely_raises_is_searched_exactly(limit: int) -> None:
-    found = bw.fit(raises_above(limit))
-    assert found.micro_batch == limit
-    assert found.certified
-    assert len(found.trials) <= 40
-    assert any("no operator of torch" in note for note in found.notes)
+    result = bw.fit(raises_above(limit))
+    assert result.micro_batch == limit
+    assert result.certified
+    assert len(result.trials) <= 40
+    assert any("no operator of torch" in note for note in result.notes)
 
 
 def test_nothing_fits_is_said_with_what_was_tried() -> None:
@@ -53,15 +54,15 @@ def test_a_step_under_a_real_budget_is_certified_and_its_state_comes_back() -> N
         optimizer.step()
         optimizer.zero_grad()
 
-    found = bw.fit(step, memory=64 * MIB, state=[model, optimizer])
-    assert found.micro_batch is not None
-    assert found.next_size is not None
-    assert (found.next_size.micro_batch, found.next_size.outcome) == (found.micro_batch + 1, "out_of_memory")
-    assert found.headroom_bytes is not None
-    assert found.headroom_bytes >= 0
+    result = bw.fit(step, memory=64 * MIB, state=[model, optimizer])
+    assert result.micro_batch is not None
+    assert result.next_size is not None
+    assert (result.next_size.micro_batch, result.next_size.outcome) == (result.micro_batch + 1, "out_of_memory")
+    assert result.headroom_bytes is not None
+    assert result.headroom_bytes >= 0
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert not optimizer.state
-    assert any("Sequential" in words for words in found.restored.covered)
+    assert any("Sequential" in words for words in result.restored.covered)
 
 
 def test_a_live_workload_is_predicted_then_certified() -> None:
@@ -69,24 +70,24 @@ def test_a_live_workload_is_predicted_then_certified() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     workload = bw.Workload(model=model, batch=targets.batch, loss=targets.loss, optimizer=lambda _: optimizer)
     before = torch.random.get_rng_state()
-    found = bw.fit(workload, memory=64 * MIB, cache=False)
-    assert found.certified
-    assert found.next_size is not None
-    assert found.next_size.outcome == "out_of_memory"
-    assert found.line is not None
+    result = bw.fit(workload, memory=64 * MIB, cache=False)
+    assert result.certified
+    assert result.next_size is not None
+    assert result.next_size.outcome == "out_of_memory"
+    assert result.line is not None
     # Nine rows of 512 floats for each sample: what the trace counts alive when the loss is differentiated.
-    assert (found.line.bytes_per_sample, found.line.source) == (9 * 4 * 512, "predicted")
+    assert (result.line.bytes_per_sample, result.line.source) == (9 * 4 * 512, "predicted")
     assert torch.equal(before, torch.random.get_rng_state())
     assert not optimizer.state
 
 
 def test_a_target_runs_in_children() -> None:
-    said: list[str] = []
-    found = bw.fit(f"{TARGETS}:mlp", memory=64 * MIB, limit=40, progress=said.append)
-    assert (found.micro_batch, len(found.trials)) == (40, 1)
-    assert found.reason == "the limit is 40"
-    assert found.peak is not None
-    assert "trying micro-batch 40" in said
+    lines: list[str] = []
+    result = bw.fit(f"{TARGETS}:mlp", memory=64 * MIB, limit=40, progress=lines.append)
+    assert (result.micro_batch, len(result.trials)) == (40, 1)
+    assert result.reason == "the limit is 40"
+    assert result.peak is not None
+    assert "trying micro-batch 40" in lines
 
 
 def test_an_interrupt_in_a_child_ends_the_search() -> None:
@@ -102,9 +103,9 @@ def test_a_bug_in_a_child_keeps_its_traceback() -> None:
 
 
 def test_a_child_that_is_killed_is_an_outcome() -> None:
-    found = bw.fit(f"{TARGETS}:killed_above_100", memory=200 * MIB, start=100, limit=101, cache=False)
-    assert found.micro_batch == 100
-    assert found.trials[-1].rule == "killed"
+    result = bw.fit(f"{TARGETS}:killed_above_100", memory=200 * MIB, start=100, limit=101, cache=False)
+    assert result.micro_batch == 100
+    assert result.trials[-1].rule == "killed"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -119,8 +120,8 @@ def test_a_child_that_is_told_to_end_is_no_mistake_of_the_users(number: signal.S
 
 @pytest.mark.slow
 def test_a_picklable_workload_can_be_isolated_and_another_says_why_not() -> None:
-    found = bw.fit(targets.mlp(), memory=64 * MIB, limit=8, isolate=True, cache=False)
-    assert (found.micro_batch, found.where) == (8, "each probe in a process of its own")
+    result = bw.fit(targets.mlp(), memory=64 * MIB, limit=8, isolate=True, cache=False)
+    assert (result.micro_batch, result.where) == (8, "each probe in a process of its own")
     workload = bw.Workload(model=lambda: nn.Linear(2, 1), batch=lambda n: torch.ones(n, 2), loss=targets.loss)
     with pytest.raises(InvalidInputError, match="cannot be handed to another process"):
         bw.fit(workload, isolate=True, limit=2)
@@ -133,10 +134,10 @@ def test_batchnorm_is_given_two_samples() -> None:
         loss=targets.loss,
         optimizer=targets.adam,
     )
-    found = bw.fit(workload, start=1, limit=4, max_trials=3, cache=False)
-    assert [trial.micro_batch for trial in found.trials][:2] == [1, 2]
-    assert found.trials[0].is_too_small
-    assert found.micro_batch is not None
+    result = bw.fit(workload, start=1, limit=4, max_trials=3, cache=False)
+    assert [trial.micro_batch for trial in result.trials][:2] == [1, 2]
+    assert result.trials[0].is_too_small
+    assert result.micro_batch is not None
 
 
 def test_shapes_give_a_table_and_the_smallest_speaks_for_it() -> None:
@@ -148,12 +149,12 @@ def test_shapes_give_a_table_and_the_smallest_speaks_for_it() -> None:
     work = bw.Workload(
         model=lambda: nn.Linear(2, 1), batch=lambda n, max_crops=2: torch.ones(n, max_crops, 2), loss=loss
     )
-    told: dict[str, Any] = {"limit": 64, "max_trials": 40, "cache": False, "scale": "max_crops:2=1.0,4=0.8,else=0.3"}
-    found = bw.fit(work, shapes={"max_crops": [2, 4, 12]}, **told)
-    assert [(f.shape["max_crops"], f.micro_batch) for f in found.shapes] == [(2, 50), (4, 25), (12, 8)]
-    assert [f.trials[0].micro_batch for f in found.shapes] == [64, 51, 19]
-    assert found.micro_batch == 8
-    assert found.to_dict()["shapes"][0]["micro_batch"] == 50
+    options: dict[str, Any] = {"limit": 64, "max_trials": 40, "cache": False, "scale": "max_crops:2=1.0,4=0.8,else=0.3"}
+    result = bw.fit(work, shapes={"max_crops": [2, 4, 12]}, **options)
+    assert [(f.shape["max_crops"], f.micro_batch) for f in result.shapes] == [(2, 50), (4, 25), (12, 8)]
+    assert [f.trials[0].micro_batch for f in result.shapes] == [64, 51, 19]
+    assert result.micro_batch == 8
+    assert result.to_dict()["shapes"][0]["micro_batch"] == 50
 
 
 def test_the_longest_samples_of_a_dataset_decide() -> None:
@@ -167,9 +168,9 @@ def test_the_longest_samples_of_a_dataset_decide() -> None:
     work = bw.Workload(
         model=lambda: nn.Linear(1, 1), data=data, collate=collate, loss=lambda m, b: m(b[..., None]).mean()
     )
-    found = bw.fit(work, cache=False)
-    assert found.micro_batch == 53
-    assert found.reason == "the dataset holds 53 samples"
+    result = bw.fit(work, cache=False)
+    assert result.micro_batch == 53
+    assert result.reason == "the dataset holds 53 samples"
     assert set(seen) == {1000}
 
 
@@ -201,10 +202,10 @@ def test_the_evaluation_size_is_found_apart() -> None:
     work = bw.Workload(
         model=lambda: nn.Linear(8, 1), batch=lambda n: torch.ones(n, 8), loss=loss, optimizer=targets.adam
     )
-    found = bw.fit(work, limit=32, start=4, max_trials=9, evaluate=True, cache=False)
-    assert found.micro_batch == 5
-    assert found.evaluation is not None
-    assert found.evaluation.micro_batch == 9
+    result = bw.fit(work, limit=32, start=4, max_trials=9, evaluate=True, cache=False)
+    assert result.micro_batch == 5
+    assert result.evaluation is not None
+    assert result.evaluation.micro_batch == 9
 
 
 def test_generation_is_part_of_a_probe() -> None:
@@ -224,13 +225,13 @@ def test_generation_is_part_of_a_probe() -> None:
 
 @pytest.mark.slow
 def test_margin_keeps_headroom() -> None:
-    found = bw.fit(targets.mlp(), memory=64 * MIB, margin=0.25, cache=False)
-    assert found.headroom_bytes is not None
-    assert found.headroom_bytes >= 16 * MIB
+    result = bw.fit(targets.mlp(), memory=64 * MIB, margin=0.25, cache=False)
+    assert result.headroom_bytes is not None
+    assert result.headroom_bytes >= 16 * MIB
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("options", "message"),
     [
         ({"limit": 0}, "limit must be a whole number"),
         ({"margin": 1.2}, "margin must be at least 0 and below 1"),
@@ -243,9 +244,9 @@ def test_margin_keeps_headroom() -> None:
         ({"state": [nn.Linear(1, 1)]}, "state= is for a plain step"),
     ],
 )
-def test_wrong_input_is_answered_with_what_was_received(told: dict[str, Any], message: str) -> None:
+def test_wrong_input_is_answered_with_what_was_received(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        bw.fit(targets.mlp(), **told)
+        bw.fit(targets.mlp(), **options)
 
 
 def test_what_cannot_be_right_is_found_before_anything_long() -> None:
@@ -287,20 +288,20 @@ def test_a_live_scaler_and_what_the_functions_reach_come_back() -> None:
         scaler=lambda: scaler,
     )
     before = [generator.get_state(), *(t.clone() for t in (*teacher.buffers(), *model.parameters()))]
-    told = scaler.state_dict()
+    scale_before = scaler.state_dict()
     for _ in range(2):
-        found = bw.fit(workload, memory=200 * MIB, limit=16, cache=False)
-        assert found.micro_batch == 16
-        assert scaler.state_dict() == told
+        result = bw.fit(workload, memory=200 * MIB, limit=16, cache=False)
+        assert result.micro_batch == 16
+        assert scaler.state_dict() == scale_before
         assert scaler._scale is None
         after = [generator.get_state(), *teacher.buffers(), *model.parameters()]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_a_step_that_ignores_its_size_is_doubted() -> None:
-    found = bw.fit(lambda n: torch.ones(1000).sum(), memory=100 * MIB, limit=256)
-    assert found.micro_batch == 256
-    assert any("does the step use its size?" in note for note in found.notes)
+    result = bw.fit(lambda n: torch.ones(1000).sum(), memory=100 * MIB, limit=256)
+    assert result.micro_batch == 256
+    assert any("does the step use its size?" in note for note in result.notes)
 
 
 def test_a_step_that_crashes_at_every_size_is_not_called_out_of_memory() -> None:
@@ -324,7 +325,7 @@ def test_a_workload_that_raises_above_a_size_is_searched_to_the_sample(largest: 
         with pytest.raises(bw.BatchwrightError, match="does not fit"):
             bw.fit(workload, cache=False, memory=memory)
         return
-    found = bw.fit(workload, cache=False, memory=memory)
-    assert found.micro_batch == largest
-    assert found.next_size is not None
-    assert (found.next_size.micro_batch, found.next_size.outcome) == (largest + 1, "out_of_memory")
+    result = bw.fit(workload, cache=False, memory=memory)
+    assert result.micro_batch == largest
+    assert result.next_size is not None
+    assert (result.next_size.micro_batch, result.next_size.outcome) == (largest + 1, "out_of_memory")

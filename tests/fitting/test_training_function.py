@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.fitting.driver import Cap
+from batchwright.fitting.driver import Cap, Cause
 from batchwright.fitting.find_batch_size import Sizes, _well_divisible
 from batchwright.fitting.search import Seen
 from batchwright.planning.split import divisors
@@ -27,7 +27,7 @@ def tried_sizes(sizes: Sizes, *, start: int, room: int) -> list[int]:
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 6000), st.integers(1, 6000), st.integers(0, 6000))
 def test_the_search_ends_at_the_largest_divisor_that_fits(effective: int, cap: int, start: int, room: int) -> None:
-    sizes = Sizes.within(Cap(cap, "asked"), effective=effective)
+    sizes = Sizes.within(Cap(cap, Cause.LIMIT), effective=effective)
     tried = tried_sizes(sizes, start=start, room=room)
     allowed = [size for size in range(1, min(cap, effective) + 1) if effective % size == 0]
     assert set(tried) <= set(allowed)
@@ -40,14 +40,14 @@ def test_the_search_ends_at_the_largest_divisor_that_fits(effective: int, cap: i
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(st.integers(1, 10**12), st.integers(1, 10**12))
 def test_the_search_stays_short_for_huge_batches(effective: int, room: int) -> None:
-    sizes = Sizes.within(Cap(10**12, "asked"), effective=effective)
+    sizes = Sizes.within(Cap(10**12, Cause.LIMIT), effective=effective)
     assert len(tried_sizes(sizes, start=128, room=room)) <= 40
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 300))
 def test_without_an_effective_batch_every_size_counts(cap: int, start: int, room: int) -> None:
-    sizes = Sizes.within(Cap(cap, "asked"), effective=None)
+    sizes = Sizes.within(Cap(cap, Cause.LIMIT), effective=None)
     tried = tried_sizes(sizes, start=start, room=room)
     assert len(set(tried)) == len(tried)
     assert {size for size in (room, room + 1) if 1 <= size <= cap} <= set(tried)

@@ -14,8 +14,9 @@ import pytest
 import batchwright
 from batchwright import errors
 from batchwright.device.outcome import Outcome
-from batchwright.fitting.across_ranks import verdict_of
+from batchwright.fitting.across_ranks import join_verdicts
 from batchwright.fitting.fit_result import Fit, MemoryLine, NextSize, Restored
+from batchwright.fitting.messages import ProbeReport
 from batchwright.ranks import meeting
 from batchwright.ranks.meeting import RankFailure
 from batchwright.ranks.place import Place
@@ -26,7 +27,7 @@ from batchwright.units import PeakBytes
 ROOT = Path(batchwright.__file__).parent
 PICKLING = {"broadcast_object_list", "gather_object", "all_gather_object", "scatter_object_list", "send_object_list"}
 # A workload without a target is handed to a child process of this rank, in a file that only its user reads.
-OWN_FILE = "fitting/subprocess.py"
+OWN_FILE = "fitting/child.py"
 
 
 def test_nothing_that_ranks_send_each_other_is_pickled() -> None:
@@ -96,13 +97,13 @@ LOST = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547]
 def test_the_verdict_names_the_rank_that_caused_it_and_not_one_that_lost_its_peer() -> None:
     lost = Outcome(8, {}, "failed", None, seconds=1.0, error=LOST, traceback="...")
     bug = Outcome(8, {}, "failed", None, seconds=2.0, error="KeyError: 1", traceback="KeyError: 1")
-    assert (verdict_of([lost.to_dict(), bug.to_dict()]).traceback or "").startswith("rank 1 raised:")
-    hung = {"error": errors.RankFailedError("rank 0 hangs").to_dict()}
+    assert (join_verdicts([ProbeReport(lost), ProbeReport(bug)]).traceback or "").startswith("rank 1 raised:")
+    hung = ProbeReport(error=errors.RankFailedError("rank 0 hangs"))
     with pytest.raises(errors.RankFailedError, match="rank 0 hangs"):
-        verdict_of([hung, lost.to_dict()])
-    raised = {"error": errors.StepFailedError("Traceback of mine").to_dict()}
+        join_verdicts([hung, ProbeReport(lost)])
+    raised = ProbeReport(error=errors.StepFailedError("Traceback of mine"))
     with pytest.raises(errors.StepFailedError, match="rank 1 raised:\nTraceback of mine"):
-        verdict_of([hung, raised])
+        join_verdicts([hung, raised])
 
 
 def test_an_interrupt_that_several_ranks_hear_is_said_by_one_with_its_rank() -> None:

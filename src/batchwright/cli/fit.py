@@ -16,7 +16,7 @@ import click
 from batchwright.catalogue.cards import names_a_card
 from batchwright.cli.options import DEFAULT_DEVICE, Amount, Count, json_option, print_found, target_argument
 from batchwright.errors import BatchwrightError, InvalidInputError
-from batchwright.fitting.request import Question
+from batchwright.fitting.request import FitRequest
 from batchwright.ranks.place import is_first_rank
 from batchwright.targets import find_target
 from batchwright.units import parse_whole_number, shortened
@@ -245,8 +245,7 @@ def start_from(shapes: dict[str, list[int]], first: int | None) -> dict[str, lis
 def check_question(shapes: dict[str, list[int]], options: Mapping[str, Any]) -> None:
     """Refuse options that contradict each other, as the library would once it is loaded."""
     named = ("limit", "start", "scale", "powers_of_two", "max_trials")
-    # How a search starts depends on the names of a shape; any of the values will do.
-    Question.read(**{name: options[name] for name in named}, shapes=[{n: values[0] for n, values in shapes.items()}])
+    FitRequest.read(**{name: options[name] for name in named}, shapes=shapes)
 
 
 def parse_margin(text: str) -> float:

@@ -16,40 +16,40 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from batchwright.device.outcome import Outcome
-from batchwright.errors import BatchwrightError, RankFailedError, StepFailedError, error_from_dict
-from batchwright.fitting.fit_result import Fit, Restored
-from batchwright.fitting.subprocess import STOPPED, Job, Rendezvous, probe_in_child
+from batchwright.errors import BatchwrightError, RankFailedError, StepFailedError
+from batchwright.fitting.fit_result import Restored
+from batchwright.fitting.messages import Instruction, Job, ProbeReport, Rendezvous
+from batchwright.fitting.subprocess import STOPPED, probe_in_child
 from batchwright.ranks.meeting import failure_of, is_consequence
 from batchwright.units import PeakBytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from batchwright.device.outcome import Outcome
+    from batchwright.fitting.fit_result import Fit
     from batchwright.ranks.session import Session
 
 
-# One outcome from those of all ranks: what one of them cannot run, none of them can.
+def join_verdicts(reports: Sequence[ProbeReport]) -> Outcome:
+    """Join the reports of all ranks: one that does not fit speaks for all; if all fit, the largest peak.
 
-
-def verdict_of(rows: Sequence[Mapping[str, Any]]) -> Outcome:
-    """Join what all ranks tell, as plain data: one that does not fit speaks for all; where all fit, the largest peak.
-
+    >>> from batchwright.device.outcome import Outcome
     >>> fits = Outcome(8, {}, "fits", PeakBytes(device=10), seconds=1.0, step_seconds=0.5)
     >>> cut_off = Outcome(8, {}, "failed", None, seconds=2.0, rule="stopped")
     >>> full = Outcome(8, {}, "out_of_memory", None, seconds=2.0, error="no room")
-    >>> verdict_of([outcome.to_dict() for outcome in (fits, cut_off, full)]).error
+    >>> join_verdicts([ProbeReport(fits), ProbeReport(cut_off), ProbeReport(full)]).error
     'rank 2: no room'
 
-    A row is an outcome, or an error that was raised on purpose, which is raised here. The rank that ran out of memory
-    pulls the others down with it: their failures are consequences, and so are those that only tell of a lost peer.
-    Where nobody ran out, the first to fail is the cause.
+    An error that a rank raised deliberately is raised here. The rank that ran out of memory pulls the others down with
+    it: their failures are consequences, and so are those that only tell of a lost peer. If nobody ran out, the first
+    to fail is the cause.
     """
-    outcomes = {rank: Outcome.from_dict(row) for rank, row in enumerate(rows) if "outcome" in row}
-    errors = {rank: error_from_dict(row["error"]) for rank, row in enumerate(rows) if "outcome" not in row}
-    full = {rank: each for rank, each in outcomes.items() if each.verdict == "out_of_memory"}
-    failed = {rank: each for rank, each in outcomes.items() if each.verdict == "failed" and each.rule != STOPPED}
-    causes = {rank: each for rank, each in failed.items() if not is_consequence(each.error or "")}
+    outcomes = {rank: report.outcome for rank, report in enumerate(reports) if report.outcome is not None}
+    errors = {rank: report.error for rank, report in enumerate(reports) if report.error is not None}
+    full = {rank: outcome for rank, outcome in outcomes.items() if outcome.verdict == "out_of_memory"}
+    failed = {rank: end for rank, end in outcomes.items() if end.verdict == "failed" and end.rule != STOPPED}
+    causes = {rank: outcome for rank, outcome in failed.items() if not is_consequence(outcome.error or "")}
     if full:
         return _first(full)
     for rank, error in sorted(errors.items(), key=lambda item: isinstance(item[1], RankFailedError)):
@@ -118,11 +118,11 @@ class Ranks:
         return self.session.place.local_world_size
 
     def own_device(self, on: str) -> str:
-        """Return this rank's card where cards were asked for without a number."""
+        """Return this rank's card if cards were named without a number."""
         return on if on == "cpu" or ":" in on else f"{on}:{self.session.place.local_rank}"
 
     def least(self, amount: int | None) -> int | None:
-        """Return the smallest amount that any rank has; None where some rank does not know."""
+        """Return the smallest amount that any rank has; None if some rank does not know."""
         amounts = self.session.gather(f"{self._prefix}/limit", amount)
         return None if None in amounts else min(amounts)
 
@@ -142,19 +142,20 @@ class Ranks:
         with session.delegated():
             try:
                 outcome = probe_in_child(replace(job, rendezvous=meeting), until=lambda: session.check(stop))
-                row: dict[str, Any] = outcome.to_dict()
+                report = ProbeReport(outcome)
             except BatchwrightError as error:
                 if error.is_printed_elsewhere is not None:
                     raise
-                row = {"error": error.to_dict()}
-            if row.get("outcome") != "fits":
+                report = ProbeReport(error=error)
+            if report.outcome is None or not report.outcome.fits:
                 session.store.set(stop, "1")
-        return verdict_of(session.gather(f"{name}/verdict", row))
+        rows = session.gather(f"{name}/verdict", report.to_dict())
+        return join_verdicts([ProbeReport.from_dict(row) for row in rows])
 
     def ask(self, job: Job) -> Outcome:
         """Lead: have every rank run this probe."""
         self.number += 1
-        self._publish({"job": job.to_dict()})
+        self._publish(Instruction(job=job))
         return self.run(job)
 
     def lead(self, search: Callable[[], Fit]) -> Fit:
@@ -166,10 +167,10 @@ class Ranks:
             is_ours = isinstance(error, BatchwrightError)
             shared = error if is_ours else StepFailedError(failure_of(error, 0, self.session.where).message)
             assert isinstance(shared, BatchwrightError)
-            self._publish({"error": shared.to_dict()})
+            self._publish(Instruction(error=shared))
             raise
         self.number += 1
-        self._publish({"answer": answer.to_dict()})
+        self._publish(Instruction(answer=answer))
         return answer
 
     def follow(self, own: Job) -> Fit:
@@ -177,15 +178,17 @@ class Ranks:
         while True:
             self.number += 1
             row = json.loads(self.session.wait_for(f"{self._prefix}/ask/{self.number}"))
-            if "error" in row:
-                raise error_from_dict(row["error"])
-            if "answer" in row:
-                return Fit.from_dict(row["answer"])
-            job = Job.from_dict(row["job"])
+            instruction = Instruction.from_dict(row)
+            if instruction.error is not None:
+                raise instruction.error
+            if instruction.answer is not None:
+                return instruction.answer
+            job = instruction.job
+            assert job is not None
             self.run(replace(job, target=own.target, pickled=own.pickled, on=own.on, limit_bytes=own.limit_bytes))
 
-    def _publish(self, row: dict[str, Any]) -> None:
-        self.session.store.set(f"{self._prefix}/ask/{self.number}", json.dumps(row))
+    def _publish(self, instruction: Instruction) -> None:
+        self.session.store.set(f"{self._prefix}/ask/{self.number}", json.dumps(instruction.to_dict()))
 
 
 @dataclass(frozen=True)

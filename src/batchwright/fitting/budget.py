@@ -1,4 +1,9 @@
-"""How many bytes a probe may take: what was asked for, but never what would wake the kernel's killer."""
+"""How many bytes a probe may take.
+
+Promises:
+- never more than was asked for, and never so much that the kernel would kill a process for it;
+- what an earlier step in this process has paid once is charged to every probe.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +27,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# What a process takes once, with its first step: stacks of threads, tables that kernels keep.
-#
-# A fresh process pays this inside its budget. One that has run before has paid already, and would find a larger size
-# than
-# a fresh one can run. So it is charged to every probe: stacks that exist when the search begins, and what the first
-# probe
-# leaves behind.
-
 _DEFAULT_STACK_BYTES = 8 * 2**20
 
 
 class FirstCosts:
-    """Bytes that later probes do not take because an earlier one did."""
+    """Bytes that a process takes once, with its first step: stacks of threads, tables that kernels keep.
+
+    A fresh process pays them inside its budget. One that has run before has paid already, and would find a larger size
+    than a fresh one can run. So they are charged to every probe: stacks that exist when the search begins, and what
+    the first probe leaves behind.
+    """
 
     def __init__(self) -> None:
         self.charged_bytes = _stacks_of_torchs_threads()
@@ -108,10 +110,10 @@ def open_budget(
     """
     if not 0 <= margin < 1:
         raise InvalidInputError(f"margin must be at least 0 and below 1, such as 0.05; received {margin!r}.")
-    asked = None if memory is None else parse_bytes(memory)
-    if asked is not None and asked < 1:
+    wanted = None if memory is None else parse_bytes(memory)
+    if wanted is not None and wanted < 1:
         raise InvalidInputError(f"memory must be at least 1 byte; received {memory!r}.", remedy="--memory 16GiB")
-    was_asked = asked is not None
+    was_asked = wanted is not None
     device = open_device(on)
     free = device.free_bytes
     notes: list[str] = []
@@ -122,16 +124,16 @@ def open_budget(
         is_limited = room is not None and (free is None or room < free)
         free = room if is_limited else free
         free = None if free is None else free + held_bytes
-        if is_limited and free is not None and (asked is None or asked > free):
+        if is_limited and free is not None and (wanted is None or wanted > free):
             notes.append(f"the memory of this process is limited (ulimit -d), which leaves {format_bytes(free)}")
         if not can_limit():
             notes.append("this system keeps no limit on memory: the bytes of tensors were counted instead")
-    if asked is not None and free is not None and asked > free:
-        notes.append(f"{format_bytes(asked)} were asked for, but only {format_bytes(free)} can be taken here")
-        asked = free
+    if wanted is not None and free is not None and wanted > free:
+        notes.append(f"{format_bytes(wanted)} were asked for, but only {format_bytes(free)} can be taken here")
+        wanted = free
         was_asked = False
-    is_tight = asked is not None or on != "cpu" or room_under_the_limit() is not None
-    limit = free if asked is None else asked
+    is_tight = wanted is not None or on != "cpu" or room_under_the_limit() is not None
+    limit = free if wanted is None else wanted
     return Budget(limit, margin, tuple(notes), was_asked, is_tight, is_host=isinstance(device, HostDevice))
 
 

@@ -1,21 +1,45 @@
-"""One shape's answer from an earlier run: tried first, certified by one probe, or thrown away and said."""
+"""Answers of earlier runs: where a search starts, never what it returns unprobed.
+
+Promises:
+- an answer is remembered for a target, under a hash of its file and the other files of the user's that are imported,
+  its arguments, the model as it prints itself, the request, the device, the bytes there are, and the versions of torch
+  and batchwright; whatever goes wrong on the way to the hash, there is none, and the search is done in full;
+- one probe certifies a remembered size before it is an answer; one that does not fit any more starts the search anew;
+- reading and writing never raise: an entry that is damaged, foreign or out of reach is ignored, and a note says so;
+- a file is whole or not there, also if two processes write at once;
+- one small JSON file per answer, readable by a person; the last 500 used are kept.
+
+A hash that should have changed and did not (the user's code reads a file) never yields a size that does not run,
+but perhaps one that is not the largest. The files lie in `$BATCHWRIGHT_CACHE`, else in the user's cache folder, under
+`fits`; deleting them is safe.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import json
 import os
+import sys
 import tempfile
 import time
+import warnings
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchwright.fitting.cache_key import fingerprint, rounded
+import torch
+
+from batchwright import __version__
+from batchwright.device.device import open_device
 from batchwright.fitting.fit_result import NextSize
-from batchwright.fitting.search import Seen
+from batchwright.fitting.search import Seen, skip_known
 from batchwright.state.interrupts import uninterrupted
+from batchwright.state.untouched import untouched
+from batchwright.targets import Target, is_installed_or_ours
+from batchwright.trace.fake_model import build_skeleton
 from batchwright.units import LARGEST_COUNT, shortened
 from batchwright.user_files import read_bytes
 
@@ -23,20 +47,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
 
     from batchwright.fitting.budget import Budget
-    from batchwright.fitting.driver import Series
     from batchwright.fitting.fit_result import Fit
+    from batchwright.fitting.request import FitRequest
     from batchwright.workload import Workload
-
-
-# Answers of earlier runs: where a search starts, never what it returns unprobed.
-#
-# Promises:
-# - reading and writing never raise: an answer that is damaged, alien or cannot be reached is ignored, and a note says
-#   so;
-# - a file is whole or not there, also where two processes write at once;
-# - one small JSON file per answer, readable by a person, the last 500 used are kept.
-#
-# The files lie in `$BATCHWRIGHT_CACHE`, else in the user's cache folder, under `fits`; deleting them is always safe.
 
 _SCHEMA = 1
 _MOST_ENTRIES = 500
@@ -45,6 +58,111 @@ _MOST_BYTES = 2**16
 # A temporary file this old belongs to a process that died while writing it.
 _ABANDONED_SECONDS = 3600.0
 _OUTCOMES = (None, "fits", "out_of_memory", "failed")
+# What is free moves by itself from run to run; a budget that somebody set does not.
+_FREE_STEP_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class AnswerBook:
+    """Where answers for this target are looked up; `how` says how its probes run."""
+
+    workload: Workload
+    target: str
+    request: FitRequest
+    how: str
+
+    def look_up(self, shape: Mapping[str, Any], on: str, budget: Budget, *, cap: int) -> RecalledAnswer:
+        """Return what is remembered for a shape, which may be nothing."""
+        key = self.find_key(shape, on, budget, cap=cap)
+        answers = Answers()
+        known, note = (None, "") if key is None else answers.recall(key)
+        return RecalledAnswer(answers, key, known if known is not None and known.micro_batch <= cap else None, note)
+
+    def find_key(self, shape: Mapping[str, Any], on: str, budget: Budget, *, cap: int) -> str | None:
+        """Return the hash of all that the answer depends on; None if the user's code raises on the way."""
+        limit_bytes = budget.probe_bytes
+        if limit_bytes is not None and not budget.was_asked:
+            limit_bytes = limit_bytes // _FREE_STEP_BYTES * _FREE_STEP_BYTES
+        # What does not change the answer at one shape, or is in it otherwise.
+        request = replace(self.request, memory=None, margin=0.0, shapes=(), evaluate=False, isolate=None)
+        options = [repr(request), self.how, sorted(map(str, shape.items())), limit_bytes, cap]
+        try:
+            accelerator = None if on == "cpu" else torch.device(on)
+            with (
+                untouched(self.workload, accelerator=accelerator, is_traced=True),
+                warnings.catch_warnings(action="ignore"),
+                contextlib.redirect_stdout(io.StringIO()),
+            ):
+                model = repr(build_skeleton(self.workload)[0])
+            # After the model was built: by then everything is imported that building it imports.
+            contents = [_hash_files(self.target), Target.read(self.target).arguments, model, options, _versions(on)]
+            return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+        except Exception:
+            # A bug in the user's own functions shows in the first probe, with its traceback.
+            return None
+
+
+def _hash_files(target: str) -> list[list[str]]:
+    """Return names and hashes of the target's file and of all files of the user's that are imported by now."""
+    read = Target.read(target)
+    files = {Path(read.place if read.place.endswith(".py") else sys.modules[read.place].__file__ or "").resolve()}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        # The program that called fit is no part of the target; if it is, it is the target's own file.
+        if name != "__main__" and isinstance(file, str) and os.path.isabs(file) and not is_installed_or_ours(file):
+            files.add(Path(file).resolve())
+    hashes = ([file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in files if file.is_file())
+    return [[read.function, ""], *sorted(hashes)]
+
+
+def _versions(on: str) -> list[Any]:
+    """Return what the same step takes more or less memory by: versions, threads, allocator settings, the device."""
+    settings = {name: value for name, value in os.environ.items() if name.startswith(("PYTORCH_", "MALLOC_"))}
+    total_bytes = None if on == "cpu" else open_device(on).total_bytes
+    return [str(torch.__version__), __version__, torch.get_num_threads(), sorted(settings.items()), on, total_bytes]
+
+
+@dataclass(frozen=True)
+class RecalledAnswer:
+    """What an earlier run answered to the same request; `known` is None if nothing did."""
+
+    answers: Answers
+    key: str | None
+    known: Remembered | None
+    note: str
+
+    def try_first(self, search: Callable[[], Generator[int, Seen, None]]) -> Generator[int, Seen, None]:
+        """Try the remembered size before anything else; search only if it does not fit any more."""
+        return search() if self.known is None else from_remembered(self.known.micro_batch, search)
+
+    def conclude(self, fit: Fit, *, is_final: bool) -> Fit:
+        """Remember a new answer; complete a confirmed one by what was known of its next size; note either."""
+        if self.known is None or self.key is None:
+            note = self.answers.remember(self.key, fit) if self.key is not None and is_final else ""
+            note = note or self.note
+            return replace(fit, notes=(*fit.notes, note)) if note else fit
+        known, day = self.known, self.known.when[:10]
+        if fit.micro_batch != known.micro_batch:
+            if is_final:
+                self.answers.remember(self.key, fit)
+            note = f"micro-batch {known.micro_batch:,} of {day} fits no more; searched anew"
+            return replace(fit, notes=(*fit.notes, note))
+        note = f"remembered from {day} and certified by one probe; --no-cache searches anew"
+        next_size = fit.next_size
+        if known.next_size is not None:
+            next_size = replace(known.next_size, why=f"{known.next_size.why} (remembered from {day})")
+        return replace(fit, next_size=next_size, reason=known.reason, notes=(*fit.notes, note))
+
+
+def from_remembered(size: int, fallback: Callable[[], Generator[int, Seen, None]]) -> Generator[int, Seen, None]:
+    """Try a remembered size first: one probe certifies it; if it does not fit, search as if nothing were known.
+
+    `fallback` is called only if it is needed, since to make one may mean to trace the step.
+    """
+    seen = yield size
+    if not seen.fits:
+        # This size does not fit, so no larger one does.
+        yield from skip_known(fallback(), lambda larger: Seen(larger, fits=False) if larger >= size else None)
 
 
 @dataclass(frozen=True)
@@ -53,41 +171,35 @@ class Remembered:
 
     micro_batch: int
     next_size: NextSize | None
-    peak_bytes: int | None
     reason: str
     when: str
 
 
 class Answers:
-    """The answers that are remembered, each under a key of `fingerprint`.
-
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     Answers(Path(folder)).recall("0" * 64)
-    (None, '')
-    """
+    """The answers that are remembered, each under a key of `AnswerBook`."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = _default_folder() if folder is None else folder
 
     def recall(self, key: str) -> tuple[Remembered | None, str]:
-        """Return the answer under a key, or None; the note says why one that is there was ignored."""
+        """Return the answer under a key, or None; the note says why an entry was ignored."""
         if self._folder is None:
             return None, ""
-        file = self._file(self._folder, key)
+        file = self._folder / f"{key}.json"
         try:
             text = read_bytes(file, most_bytes=_MOST_BYTES, may_be_pipe=False)
         except FileNotFoundError:
             return None, ""
         except OSError as error:
-            return None, f"a remembered answer was ignored: it cannot be read ({_said(error)})"
+            return None, f"a remembered answer was ignored: it cannot be read ({_describe(error)})"
         try:
-            found = _read(text, key)
+            answer = _read_entry(text, key)
         except (ValueError, RecursionError) as error:
-            return None, f"a remembered answer was ignored: the file is damaged ({_said(error)}): {file}"
+            return None, f"a remembered answer was ignored: the file is damaged ({_describe(error)}): {file}"
         # The oldest are deleted first, and one that is in use is not old.
         with contextlib.suppress(OSError):
             os.utime(file)
-        return found, ""
+        return answer, ""
 
     def remember(self, key: str, fit: Fit) -> str:
         """Keep an answer that was certified; the note is empty, or says why it could not be kept."""
@@ -110,57 +222,15 @@ class Answers:
         }
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            _write_whole(self._file(self._folder, key), json.dumps(entry, indent=2))
+            _write_whole(self._folder / f"{key}.json", json.dumps(entry, indent=2))
         except (OSError, ValueError, TypeError) as error:
-            return f"the answer is not remembered: {self._folder} cannot be written to ({_said(error)})"
+            return f"the answer is not remembered: {self._folder} cannot be written to ({_describe(error)})"
         _delete_oldest(self._folder)
         return ""
 
-    def forget(self, key: str) -> None:
-        """Drop the answer under a key, if there is one."""
-        if self._folder is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._file(self._folder, key).unlink()
-
-    @staticmethod
-    def _file(folder: Path, key: str) -> Path:
-        assert key.isalnum(), "a key is a hash in hex, so that it can be the name of a file"
-        return folder / f"{key}.json"
-
-
-def from_remembered(size: int, fallback: Callable[[], Generator[int, Seen, None]]) -> Generator[int, Seen, None]:
-    """Try a remembered size first: one probe certifies it; where it does not fit, search as if nothing were known.
-
-    >>> from batchwright.fitting.search import by_doubling
-    >>> search = from_remembered(4, lambda: by_doubling(64))
-    >>> size, tried = next(search), []
-    >>> while size:
-    ...     tried.append(size)
-    ...     try:
-    ...         size = search.send(Seen(size, fits=size <= 2))
-    ...     except StopIteration:
-    ...         size = 0
-    >>> tried
-    [4, 1, 2, 3]
-
-    `fallback` is called only where it is needed, since to make one may mean to trace the step.
-    """
-    seen = yield size
-    if seen.fits:
-        return
-    search = fallback()
-    proposed = next(search, None)
-    while proposed is not None:
-        # The search is told what is known already: this size does not fit, so no larger one does.
-        told = Seen(proposed, fits=False) if proposed >= size else (yield proposed)
-        try:
-            proposed = search.send(told)
-        except StopIteration:
-            return
-
 
 def _default_folder() -> Path | None:
-    """Return where answers are kept; None where the user has no home."""
+    """Return where answers are kept; None if the user has no home."""
     given = os.environ.get("BATCHWRIGHT_CACHE")
     try:
         if given:
@@ -173,40 +243,32 @@ def _default_folder() -> Path | None:
     return caches / "batchwright" / "fits"
 
 
-def _read(text: bytes, key: str) -> Remembered:
+def _read_entry(text: bytes, key: str) -> Remembered:
     """Check every field, for anybody may have written the file; a ValueError says what is wrong."""
     entry = json.loads(text)
     if not isinstance(entry, dict):
         raise ValueError("it is no JSON object")
-    if entry.get("schema") != _SCHEMA:
-        raise ValueError(f"schema {shortened(entry.get('schema'))}, expected {_SCHEMA}")
-    if entry.get("key") != key:
-        raise ValueError(f"it was written for another key, {shortened(entry.get('key'))}")
-    micro_batch = _whole(entry, "micro_batch", least=1)
-    when = _text(entry, "when")
+    if entry.get("schema") != _SCHEMA or entry.get("key") != key:
+        raise ValueError(f"schema {shortened(entry.get('schema'))} and key {shortened(entry.get('key'))} are foreign")
+    size, when, following = _whole(entry, "micro_batch", least=1), _text(entry, "when"), entry.get("next_size")
     datetime.fromisoformat(when)
-    following = entry.get("next_size")
     next_size = None
     if following is not None:
-        if not isinstance(following, dict):
+        if not isinstance(following, dict) or following.get("outcome") not in _OUTCOMES:
             raise ValueError(f"next_size is {shortened(following)}")
-        outcome = following.get("outcome")
-        if outcome not in _OUTCOMES:
-            raise ValueError(f"the outcome of next_size is {shortened(outcome)}")
-        above = _whole(following, "micro_batch", least=micro_batch + 1)
-        next_size = NextSize(above, outcome, _text(following, "why"))
-    peak_bytes = None if entry.get("peak_bytes") is None else _whole(entry, "peak_bytes", least=0, most=2**63)
-    return Remembered(micro_batch, next_size, peak_bytes, _text(entry, "reason"), when)
+        above = _whole(following, "micro_batch", least=size + 1)
+        next_size = NextSize(above, following.get("outcome"), _text(following, "why"))
+    return Remembered(size, next_size, _text(entry, "reason"), when)
 
 
-def _whole(entry: dict[str, Any], name: str, *, least: int, most: int = LARGEST_COUNT) -> int:
+def _whole(entry: Mapping[str, Any], name: str, *, least: int) -> int:
     value = entry.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST_COUNT:
         raise ValueError(f"{name} is {shortened(value)}, expected a whole number of at least {least:,}")
     return value
 
 
-def _text(entry: dict[str, Any], name: str) -> str:
+def _text(entry: Mapping[str, Any], name: str) -> str:
     value = entry.get(name)
     if not isinstance(value, str):
         raise ValueError(f"{name} is {shortened(value)}, expected text")
@@ -228,91 +290,13 @@ def _write_whole(file: Path, text: str) -> None:
 
 
 def _delete_oldest(folder: Path) -> None:
-    # Another process may be deleting the same ones.
+    # Another process may be deleting the same ones; what is left over then goes the next time.
     with contextlib.suppress(OSError):
-        for abandoned in folder.glob(".*.tmp"):
-            if _modified(abandoned) < time.time() - _ABANDONED_SECONDS:
-                _delete(abandoned)
-        entries = sorted(folder.glob("*.json"), key=_modified)
-        for oldest in entries[: max(0, len(entries) - _MOST_ENTRIES)]:
-            _delete(oldest)
+        entries = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
+        abandoned = [f for f in folder.glob(".*.tmp") if f.stat().st_mtime < time.time() - _ABANDONED_SECONDS]
+        for file in (*abandoned, *entries[: max(0, len(entries) - _MOST_ENTRIES)]):
+            file.unlink(missing_ok=True)
 
 
-def _modified(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _delete(file: Path) -> None:
-    with contextlib.suppress(OSError):
-        file.unlink()
-
-
-def _said(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) or type(error).__name__
-
-
-@dataclass(frozen=True)
-class AnswerBook:
-    """Where answers of this workload are looked up; `settings` are the options that change an answer."""
-
-    workload: Workload
-    target: str | None
-    settings: Mapping[str, Any]
-
-    def look_up(self, shape: Mapping[str, Any], on: str, budget: Budget, *, cap: int) -> RecalledAnswer:
-        """Return what is remembered for a shape, which may be nothing."""
-        key = fingerprint(
-            self.workload,
-            target=self.target,
-            on=on,
-            limit_bytes=rounded(budget.probe_bytes, was_asked=budget.was_asked),
-            shape=shape,
-            settings={**self.settings, "cap": cap},
-        )
-        answers = Answers()
-        known, note = answers.recall(key) if key is not None else (None, "")
-        return RecalledAnswer(answers, key, known if known is not None and known.micro_batch <= cap else None, note)
-
-
-@dataclass(frozen=True)
-class RecalledAnswer:
-    """What an earlier run answered to the same question."""
-
-    answers: Answers
-    key: str | None
-    known: Remembered | None
-    note: str
-
-    @property
-    def _day(self) -> str:
-        return "" if self.known is None else self.known.when[:10]
-
-    def first(self, search: Callable[[], Generator[int, Seen, None]]) -> Generator[int, Seen, None]:
-        """Try the remembered size before anything else; search only where it does not fit any more."""
-        return search() if self.known is None else from_remembered(self.known.micro_batch, search)
-
-    def concluded(self, series: Series) -> Series:
-        """Put in what was known of the next size, where one probe confirmed the answer."""
-        if self.known is None or series.micro_batch != self.known.micro_batch or len(series.trials) > 1:
-            return series
-        above = self.known.next_size
-        if above is not None:
-            above = replace(above, why=f"{above.why} (remembered from {self._day})")
-        return replace(series, next_size=above or series.next_size, reason=self.known.reason)
-
-    def remember(self, found: Fit) -> str:
-        """Keep a new answer; return what has to be said."""
-        if self.key is None:
-            return self.note
-        if self.known is None or found.micro_batch != self.known.micro_batch:
-            is_final = found.next_size is None or "--max-trials" not in found.next_size.why
-            note = self.answers.remember(self.key, found) if is_final else ""
-            if self.known is not None:
-                note = f"micro-batch {self.known.micro_batch:,} of {self._day} fits no more; searched anew"
-            return note or self.note
-        return f"remembered from {self._day} and certified by one probe; --no-cache searches anew"
+def _describe(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

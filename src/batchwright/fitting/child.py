@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import json
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -19,32 +20,29 @@ import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from batchwright.errors import BatchwrightError
-from batchwright.fitting.subprocess import Job, part_to_probe
+from batchwright.errors import BatchwrightError, StepFailedError
+from batchwright.fitting.messages import Job, ProbeReport
 from batchwright.ranks.meeting import Address
 from batchwright.ranks.place import Place
 from batchwright.ranks.session import Session, join_as_child, join_group
-from batchwright.targets import Target, users_traceback_text
+from batchwright.targets import Target, load_workload, users_traceback_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from batchwright.device.outcome import Outcome
-    from batchwright.fitting.subprocess import Rendezvous
+    from batchwright.fitting.messages import Rendezvous
     from batchwright.ranks.meeting import RankFailure
     from batchwright.workload import Workload
 
 
-# One rank of a probe across ranks: its own session and process group, the model wrapped.
-
-
 @contextmanager
-def among_children(meeting: Rendezvous, on_failure: Callable[[RankFailure], None]) -> Iterator[Session]:
+def meet_children(meeting: Rendezvous, on_failure: Callable[[RankFailure], None]) -> Iterator[Session]:
     """Meet the child ranks of this probe, before anything of the user's is loaded."""
     # What users' code reads; the addresses are those of this probe, not of the launcher's group.
     os.environ.update(
@@ -66,7 +64,7 @@ def join_children(session: Session) -> None:
     torch.distributed.barrier()
 
 
-def wrapped(workload: Workload) -> Workload:
+def wrap_model(workload: Workload) -> Workload:
     """Return the workload with a model that `wrap` has been applied to."""
     wrap, given = workload.wrap, workload.model
     if wrap is None:
@@ -81,7 +79,7 @@ def wrapped(workload: Workload) -> Workload:
     return replace(workload, model=build, wrap=None)
 
 
-_is_answered = threading.Lock()
+_is_written = threading.Lock()
 _PR_SET_PDEATHSIG = 1
 
 
@@ -94,22 +92,22 @@ def main() -> None:
     # The process is the target's from here on: its functions may read their arguments whenever they are called.
     sys.argv = sys.argv[:1] if job.target is None else Target.read(job.target).argv
     try:
-        answer: dict[str, Any] = {"outcome": run_job(job, lambda failure: _write_failure(failure, place)).to_dict()}
+        report = ProbeReport(run_job(job, lambda failure: write_report(ProbeReport(error=failure.to_error()), place)))
     except BatchwrightError as error:
-        answer = {"error": error.to_dict()}
+        report = ProbeReport(error=error)
     except KeyboardInterrupt:
-        answer = {"interrupted": True}  # the whole run ends, as if it had been raised here
+        report = ProbeReport(is_interrupted=True)  # the whole run ends, as if it had been raised here
     except BaseException as error:
-        answer = {"raised": users_traceback_text(error)}
-    write_answer(answer, place)
+        report = ProbeReport(error=StepFailedError(users_traceback_text(error)))
+    write_report(report, place)
 
 
-def write_answer(answer: dict[str, Any], place: str) -> None:
-    """Write the answer, if none was written, and end the process."""
+def write_report(report: ProbeReport, place: str) -> None:
+    """Write the report, if none was written, and end the process."""
     # The thread that watches over ranks writes one where the main thread hangs.
-    if _is_answered.acquire(blocking=False):
+    if _is_written.acquire(blocking=False):
         scratch = Path(f"{place}.part")
-        scratch.write_text(json.dumps(answer))
+        scratch.write_text(json.dumps(report.to_dict()))
         scratch.rename(place)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -117,6 +115,15 @@ def write_answer(answer: dict[str, Any], place: str) -> None:
         # for ever.
         os._exit(0)
     time.sleep(60)  # another thread is about to end the process
+
+
+def load_job(job: Job) -> Workload:
+    """Load the workload by its target, or from the file that the parent wrote."""
+    if job.target is not None:
+        return load_workload(job.target)
+    assert job.pickled is not None
+    loaded: Workload = pickle.loads(Path(job.pickled).read_bytes())
+    return loaded
 
 
 def run_job(job: Job, on_failure: Callable[[RankFailure], None]) -> Outcome:
@@ -130,23 +137,19 @@ def run_job(job: Job, on_failure: Callable[[RankFailure], None]) -> Outcome:
     with ExitStack() as stack:
         session = None
         if job.rendezvous is not None:
-            session = stack.enter_context(among_children(job.rendezvous, on_failure))
+            session = stack.enter_context(meet_children(job.rendezvous, on_failure))
             session.where = f"loading {job.target or 'the workload'}"
-        workload = part_to_probe(job.load(), only_evaluate=job.only_evaluate, order=job.order)
+        workload = job.select_part(load_job(job))
         device = open_limited(job.on, job.limit_bytes, held_bytes=live_bytes([workload.model]))
         if session is not None:
             session.where = f"probe of micro-batch {job.micro_batch}"
             join_children(session)
-            workload = wrapped(workload)
+            workload = wrap_model(workload)
         with thrown_away():
             outcome = device.probe(workload, job.micro_batch, settings)
         if session is not None and outcome.fits:
             session.gather("end", None)  # one that hangs after its last collective is found here
         return outcome
-
-
-def _write_failure(failure: RankFailure, place: str) -> None:
-    write_answer({"error": failure.to_error().to_dict()}, place)
 
 
 def _die_with_parent() -> None:

@@ -77,11 +77,11 @@ class CutCalls:
     def last_words(self) -> str:
         """Say which call failed, to stand below the user's traceback."""
         *ran, size = self._seen
-        told = f"batchwright: raised by {self._name} in a probing call at batch size {size:,}"
+        message = f"batchwright: raised by {self._name} in a probing call at batch size {size:,}"
         below = max((n for n in ran if n < size), default=None)
         if below is None:
-            return f"{told}."
-        return f"{told}; {below:,} ran. If the data hold fewer samples than that, set limit={below}."
+            return f"{message}."
+        return f"{message}; {below:,} ran. If the data hold fewer samples than that, set limit={below}."
 
     def restored(self) -> Restored:
         """What was given back as it was found."""

@@ -1,9 +1,13 @@
-"""Fit every shape that was asked for, one after the other, each certified on its own.
+"""Drive a search at every shape of a request, one after the other, each certified on its own.
 
 Promises:
+- the answer is a size that ran, and no smaller size failed for want of memory; no series runs more than `max_trials`;
+- a mistake in the user's step ends the series at once, with the user's own exception;
+- why a search went no further is a value (`Stop`); its sentence is written at the end;
 - each shape is searched independently; what one taught about the difference between prediction and run only warms the
   start of the next;
-- a shape at which nothing fits is a row of the table, and an error only where no shape fits;
+- a shape at which nothing fits is a row of the table, and an error only if no shape fits: the one that needs least
+  then speaks for all;
 - whatever ends the search early carries a note of the shapes that were finished.
 """
 
@@ -12,6 +16,7 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,22 +36,26 @@ from batchwright.fitting.subprocess import CRASHED
 from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Sized
 
     from batchwright.device.outcome import Outcome
     from batchwright.fitting.budget import Budget
     from batchwright.fitting.cache import AnswerBook
     from batchwright.fitting.probers import Prober
-    from batchwright.fitting.request import Question
+    from batchwright.fitting.request import FitRequest
     from batchwright.workload import Workload
 
 
-# Drive one search: run its probes, say each, and tell what the end means.
-#
-# Promises:
-# - a mistake in the user's step ends the series at once, with the user's own exception;
-# - the answer is a size that ran, and no smaller size failed for want of memory;
-# - the series never runs more than `max_trials` probes.
+class Cause(Enum):
+    """What ends a search; each has a number of its own: a size, or the trials."""
+
+    LIMIT = "the limit is {number:,}"
+    DATASET = "the dataset holds {number:,} samples"
+    EFFECTIVE_BATCH = "the effective batch is {number:,}"
+    LARGEST = "{number:,} is the largest size that is tried unless a limit is given"
+    TRIALS = "{number:,} trials were used up (--max-trials)"
+    OUT_OF_MEMORY = "micro-batch {number:,} ran out of memory"
+    POWERS_OF_TWO = "only powers of two are tried, and micro-batch {number:,} ran out of memory"
 
 
 @dataclass(frozen=True)
@@ -54,17 +63,55 @@ class Cap:
     """The largest size that may be tried, and what set it."""
 
     size: int
-    why: str
+    cause: Cause
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a search went no further; `rule` is the sign by which out-of-memory was recognised.
+
+    >>> Stop(Cause.LIMIT, 64).describe()
+    'the limit is 64'
+    """
+
+    cause: Cause
+    number: int
+    rule: str | None = None
+
+    def describe(self) -> str:
+        """Write it as a person reads it."""
+        return self.cause.value.format(number=self.number)
 
 
 @dataclass(frozen=True)
 class Series:
-    """The probes of one search in order, and the answer they give; None where nothing fits."""
+    """The probes of one search in order, the answer they give (None if nothing fits), and why it is not larger.
+
+    `above` is the first size above the answer that could have been one.
+    """
 
     trials: tuple[Outcome, ...]
     micro_batch: int | None
-    next_size: NextSize
-    reason: str
+    above: int
+    stop: Stop
+
+    @property
+    def reason(self) -> str:
+        """Why the answer is not larger."""
+        return self.stop.describe()
+
+    @property
+    def next_size(self) -> NextSize:
+        """What is known of the next size."""
+        if self.stop.cause is not Cause.OUT_OF_MEMORY:
+            return NextSize(self.above, None, f"not tried: {self.reason}")
+        failed = self.stop.number
+        message = f"{self.reason}: {self.stop.rule}" if self.stop.rule else self.reason
+        if self.above < failed:
+            # The search saw that the gap is narrower than its readings are exact.
+            between = f"micro-batch {self.above:,}" + (f" to {failed - 1:,}" if self.above + 1 < failed else "")
+            message += f" ({between} not tried: they differ from it by less than two runs of one size do)"
+        return NextSize(failed, "out_of_memory", message)
 
 
 def run_series(
@@ -93,13 +140,13 @@ def run_series(
             size = search.send(seen)
         except StopIteration:
             size = None
-    return _concluded(trials, cap, unfinished=size is not None, max_trials=max_trials, is_stepwise=is_stepwise)
+    return _conclude(trials, cap, unfinished=size is not None, max_trials=max_trials, is_stepwise=is_stepwise)
 
 
 def raise_failure(outcome: Outcome, *, ran: Sequence[int] = ()) -> None:
     """Raise what the user's step raised, and say which sizes had run before."""
-    told = outcome.traceback or outcome.error or "the step failed and left no word."
-    error = outcome.exception if outcome.exception is not None else StepFailedError(told)
+    message = outcome.traceback or outcome.error or "the step failed and left no word."
+    error = outcome.exception if outcome.exception is not None else StepFailedError(message)
     if ran:
         sizes = ", ".join(f"{size:,}" for size in sorted(ran))
         error.add_note(f"It failed at micro-batch {outcome.micro_batch:,}; {sizes} had run: --limit {max(ran)}.")
@@ -120,38 +167,26 @@ def describe(outcome: Outcome) -> str:
     if not outcome.fits:
         return f"{size} {'ran out of memory' if outcome.verdict == 'out_of_memory' else 'failed'}"
     peak, speed = limited_peak(outcome), outcome.samples_per_second
-    told = [f"peak {format_bytes(peak)}"] if peak is not None else []
+    measured = [f"peak {format_bytes(peak)}"] if peak is not None else []
     if speed:
-        told.append(f"{speed:,.1f} samples/s")
-    return f"{size} fits{': ' if told else ''}{', '.join(told)}"
+        measured.append(f"{speed:,.1f} samples/s")
+    return f"{size} fits{': ' if measured else ''}{', '.join(measured)}"
 
 
-def _concluded(trials: list[Outcome], cap: Cap, *, unfinished: bool, max_trials: int, is_stepwise: bool) -> Series:
+def _conclude(trials: list[Outcome], cap: Cap, *, unfinished: bool, max_trials: int, is_stepwise: bool) -> Series:
     smallest_failure = min((t.micro_batch for t in trials if t.verdict == "out_of_memory"), default=cap.size + 1)
     answer = max((t.micro_batch for t in trials if t.fits and t.micro_batch < smallest_failure), default=None)
     above = (answer or 0) + 1
     failed = next((t for t in trials if t.micro_batch == smallest_failure), None)
     if above > cap.size:
-        return Series(tuple(trials), answer, NextSize(above, None, f"not tried: {cap.why}"), cap.why)
-    if failed is None or (above < smallest_failure and unfinished):
-        why = f"{max_trials} trials were used up (--max-trials)"
-        return Series(tuple(trials), answer, NextSize(above, None, f"not tried: {why}"), why)
-    if above < smallest_failure and is_stepwise:
-        why = f"only powers of two are tried, and micro-batch {smallest_failure:,} ran out of memory"
-        return Series(tuple(trials), answer, NextSize(above, None, f"not tried: {why}"), why)
-    reason = f"micro-batch {smallest_failure:,} ran out of memory"
-    told = f"{reason}: {failed.rule}" if failed.rule else reason
-    if above < smallest_failure:
-        # The search saw that the gap is narrower than its readings are exact.
-        between = f"micro-batch {above:,}" + (f" to {smallest_failure - 1:,}" if above + 1 < smallest_failure else "")
-        told += f" ({between} not tried: they differ from it by less than two runs of one size do)"
-    return Series(tuple(trials), answer, NextSize(smallest_failure, "out_of_memory", told), reason)
-
-
-# What is said where nothing fits: what was tried, what it would need by parts, and what would help.
-#
-# Promises:
-# - with several shapes the one that needs least speaks for all: it is the nearest to fitting.
+        stop = Stop(cap.cause, cap.size)
+    elif failed is None or (above < smallest_failure and unfinished):
+        stop = Stop(Cause.TRIALS, max_trials)
+    elif above < smallest_failure and is_stepwise:
+        stop = Stop(Cause.POWERS_OF_TWO, smallest_failure)
+    else:
+        stop = Stop(Cause.OUT_OF_MEMORY, smallest_failure, failed.rule)
+    return Series(tuple(trials), answer, above, stop)
 
 
 @dataclass(frozen=True)
@@ -165,25 +200,30 @@ class Refusal:
     remedy: str
 
 
-def refuse(found: Fit, forecast: Forecast) -> Refusal:
+def refuse(fit: Fit, forecast: Forecast) -> Refusal:
     """Gather what there is to say about a shape, while the forecast still speaks of it."""
-    trials = found.trials
+    trials = fit.trials
     smallest = min(trials, key=lambda trial: trial.micro_batch)
     too_small = next((trial for trial in trials if trial.is_too_small), None)
     tried = min((t for t in trials if not t.is_too_small), key=lambda trial: trial.micro_batch, default=smallest)
-    details = [f"tried {', '.join(f'{t.micro_batch:,}' for t in trials)}; the smallest said: {tried.error}"]
+    details = [list_trials(trials, tried)]
     if too_small is not None:
         details.append(f"micro-batch {too_small.micro_batch} is no way out: {too_small.error}")
     parts = forecast.parts_needed(tried.micro_batch)
     if tried.doubt:
         parts.append(f"doubt: {tried.doubt}")
     return Refusal(
-        shape=name_shape(found.shape),
+        shape=name_shape(fit.shape),
         micro_batch=tried.micro_batch,
         need_bytes=forecast.need(tried.micro_batch),
         details=(*details, *parts),
         remedy=forecast.remedy() or "more memory, a smaller model or shape, or an optimizer that keeps less state",
     )
+
+
+def list_trials(trials: Sequence[Outcome], smallest: Outcome) -> str:
+    """Say what was tried, and how the smallest size ended."""
+    return f"tried {', '.join(f'{trial.micro_batch:,}' for trial in trials)}; the smallest said: {smallest.error}"
 
 
 def nothing_fits(refusals: Sequence[Refusal], *, on: str, budget: Budget) -> NothingFitsError:
@@ -212,103 +252,131 @@ _NOISE_BYTES = 2**20
 
 
 def fit_shapes(
-    question: Question,
+    request: FitRequest,
     prober: Prober,
     budget: Budget,
     *,
+    cap: Cap,
     name: str,
-    traceable: Workload | None,
     say: Callable[[str], None],
-    accumulation: int = 1,
-    clip_norm: float | None = None,
+    traceable: Workload | None = None,
     book: AnswerBook | None = None,
 ) -> Fit:
-    """Fit every shape; `traceable` is the workload to predict from, None where there is none."""
-    forecast = Forecast(traceable, budget.probe_bytes, accumulation=accumulation, clip_norm=clip_norm, say=say)
-    cap = _cap(traceable, question)
+    """Fit every shape; `traceable` is the workload to predict from, None if there is none."""
+    forecast = Forecast(traceable, budget.probe_bytes, request, say=say)
+    driver = _Driver(request, prober, budget, forecast, cap, name, say, book)
     fits: list[Fit] = []
     refusals: list[Refusal] = []
-    with _finished_ones_told(fits):
-        for shape in question.shapes:
-            if len(question.shapes) > 1:
+    with _note_finished(fits):
+        for shape in request.shapes:
+            if len(request.shapes) > 1:
                 say(f"shape {name_shape(shape)}")
             forecast.turn_to(shape)
-            found = _fit_shape(shape, question, cap, prober, budget, forecast, name=name, say=say, book=book)
-            if found.micro_batch is None:
-                refusals.append(refuse(found, forecast))
-            fits.append(found)
-    fitting = [found for found in fits if found.micro_batch is not None]
+            fits.append(driver.fit_shape(shape))
+            if fits[-1].micro_batch is None:
+                refusals.append(refuse(fits[-1], forecast))
+    fitting = [fit for fit in fits if fit.micro_batch is not None]
     if not fitting:
         raise nothing_fits(refusals, on=prober.on, budget=budget)
     if len(fits) == 1:
         return fits[0]
-    smallest = min(fitting, key=lambda found: found.micro_batch or 0)
+    smallest = min(fitting, key=lambda fit: fit.micro_batch or 0)
     return replace(smallest, shapes=tuple(fits))
 
 
 @contextmanager
-def _finished_ones_told(fits: Sequence[Fit]) -> Iterator[None]:
-    """Have an error, or an interrupt, say what was found before it: finding it took minutes."""
+def _note_finished(fits: Sequence[Fit]) -> Iterator[None]:
+    """Add to an error, or an interrupt, what was found before it: finding it took minutes."""
     try:
         yield
     except BaseException as error:
         answers = (
-            f"{'nothing fits' if found.micro_batch is None else f'micro-batch {found.micro_batch:,} fits'} "
-            f"at {name_shape(found.shape)}"
-            for found in fits
+            f"{'nothing fits' if fit.micro_batch is None else f'micro-batch {fit.micro_batch:,} fits'} "
+            f"at {name_shape(fit.shape)}"
+            for fit in fits
         )
         if fits:
             error.add_note(f"found before that: {'; '.join(answers)}")
         raise
 
 
-def _fit_shape(
-    shape: Mapping[str, Any],
-    question: Question,
-    cap: Cap,
-    prober: Prober,
-    budget: Budget,
-    forecast: Forecast,
-    *,
-    name: str,
-    say: Callable[[str], None],
-    book: AnswerBook | None,
-) -> Fit:
-    search = partial(_search, question, cap, shape, budget, forecast)
-    recalled = None if book is None else book.look_up(shape, prober.on, budget, cap=cap.size)
-    series = run_series(
-        search() if recalled is None else recalled.first(search),
-        lambda size: prober.probe(size, shape),
-        cap=cap,
-        max_trials=question.trials,
-        say=say,
-        is_stepwise=question.powers_of_two,
-    )
-    series = series if recalled is None else recalled.concluded(series)
-    forecast.learn(series.trials)
-    crashed = [trial for trial in series.trials if trial.rule == CRASHED]
-    if series.micro_batch is None and crashed:
-        # Under a limit a crash is mostly memory. One that comes at every size is the step's own.
-        raise StepFailedError(
-            f"{crashed[-1].traceback}\n{crashed[-1].error}, at micro-batch {crashed[-1].micro_batch:,}"
+@dataclass(frozen=True)
+class _Driver:
+    """The search at one shape after the other."""
+
+    request: FitRequest
+    prober: Prober
+    budget: Budget
+    forecast: Forecast
+    cap: Cap
+    name: str
+    say: Callable[[str], None]
+    book: AnswerBook | None
+
+    def fit_shape(self, shape: Mapping[str, Any]) -> Fit:
+        """Find the largest size at a shape; a remembered one is tried first."""
+        search = partial(self._search, shape)
+        recalled = None
+        if self.book is not None:
+            recalled = self.book.look_up(shape, self.prober.on, self.budget, cap=self.cap.size)
+        series = run_series(
+            search() if recalled is None else recalled.try_first(search),
+            lambda size: self.prober.probe(size, shape),
+            cap=self.cap,
+            max_trials=self.request.max_trials,
+            say=self.say,
+            is_stepwise=self.request.powers_of_two,
         )
-    found = Fit(
-        name=name,
-        on=prober.on,
-        micro_batch=series.micro_batch,
-        limit=cap.size,
-        limit_bytes=budget.limit_bytes,
-        trials=series.trials,
-        next_size=series.next_size,
-        reason=series.reason,
-        shape=dict(shape),
-        line=forecast.line(series.micro_batch, series.trials),
-        restored=prober.restored(),
-        where=prober.where,
-        notes=(*budget.notes, *_doubts(series)),
-    )
-    note = "" if recalled is None else recalled.remember(found)
-    return replace(found, notes=(*found.notes, note)) if note else found
+        self.forecast.learn(series.trials)
+        crashed = [trial for trial in series.trials if trial.rule == CRASHED]
+        if series.micro_batch is None and crashed:
+            # Under a limit a crash is mostly memory. One that comes at every size is the step's own.
+            raise StepFailedError(
+                f"{crashed[-1].traceback}\n{crashed[-1].error}, at micro-batch {crashed[-1].micro_batch:,}"
+            )
+        fit = Fit(
+            name=self.name,
+            on=self.prober.on,
+            micro_batch=series.micro_batch,
+            limit=self.cap.size,
+            limit_bytes=self.budget.limit_bytes,
+            trials=series.trials,
+            next_size=series.next_size,
+            reason=series.reason,
+            shape=dict(shape),
+            line=self.forecast.line(series.micro_batch, series.trials),
+            restored=self.prober.restored(),
+            where=self.prober.where,
+            notes=(*self.budget.notes, *_doubts(series)),
+        )
+        return fit if recalled is None else recalled.conclude(fit, is_final=series.stop.cause is not Cause.TRIALS)
+
+    def _search(self, shape: Mapping[str, Any]) -> Generator[int, Seen, None]:
+        request, cap, limit_bytes = self.request, self.cap.size, self.budget.probe_bytes
+        if request.powers_of_two:
+            return by_powers_of_two(cap, start=request.start or self.forecast.first_guess(cap) or 1)
+        if request.scale is not None:
+            assert request.limit is not None
+            return by_growing(request.scale.start(request.limit, shape), cap)
+        if request.start is not None:
+            return by_growing(request.start, cap)
+        if limit_bytes is None or not self.forecast.is_possible():
+            return self._search_unpredicted()
+        predicted = by_prediction(
+            cap,
+            limit_bytes,
+            self.forecast.peak,
+            allowance=self.forecast.allowance,
+            resolution=_RESOLUTION_BYTES if self.budget.is_host else 0,
+        )
+        return fall_back(predicted, self._search_unpredicted)
+
+    def _search_unpredicted(self) -> Generator[int, Seen, None]:
+        limit_bytes = self.budget.probe_bytes
+        # If nobody set a budget, a limit that far out is no help: a step that merely raises moves no peak at all.
+        if limit_bytes is not None and self.budget.is_tight:
+            return by_peaks(self.cap.size, limit_bytes, noise=_NOISE_BYTES)
+        return by_doubling(self.cap.size)
 
 
 def _doubts(series: Series) -> list[str]:
@@ -319,41 +387,11 @@ def _doubts(series: Series) -> list[str]:
     return [f"the peak is the same at {min(peaks):,} and at {max(peaks):,} samples: does the step use its size?"]
 
 
-def _search(
-    question: Question,
-    cap: Cap,
-    shape: Mapping[str, Any],
-    budget: Budget,
-    forecast: Forecast,
-) -> Generator[int, Seen, None]:
-    if question.powers_of_two:
-        return by_powers_of_two(cap.size, start=question.start or forecast.first_guess(cap.size) or 1)
-    if question.scale is not None:
-        assert question.limit is not None
-        return by_growing(question.scale.start(question.limit, shape), cap.size)
-    if question.start is not None:
-        return by_growing(question.start, cap.size)
-    limit = budget.probe_bytes
-    if limit is not None and forecast.is_possible(shape):
-        resolution = _RESOLUTION_BYTES if budget.is_host else 0
-        predicted = by_prediction(cap.size, limit, forecast.peak, allowance=forecast.allowance, resolution=resolution)
-        return fall_back(predicted, lambda: _unpredicted(cap, budget))
-    return _unpredicted(cap, budget)
-
-
-def _unpredicted(cap: Cap, budget: Budget) -> Generator[int, Seen, None]:
-    limit = budget.probe_bytes
-    # Where nobody set a budget, a limit that far out is no help: a step that merely raises moves no peak at all.
-    if limit is not None and budget.is_tight:
-        return by_peaks(cap.size, limit, noise=_NOISE_BYTES)
-    return by_doubling(cap.size)
-
-
-def _cap(workload: Workload | None, question: Question) -> Cap:
-    data = workload.data if workload is not None else None
-    cap = Cap(LARGEST_MICRO_BATCH, f"{LARGEST_MICRO_BATCH:,} is the largest size that is tried")
-    if question.limit is not None:
-        cap = Cap(question.limit, f"the limit is {question.limit:,}")
+def find_cap(request: FitRequest, data: Sized | None = None) -> Cap:
+    """Return the largest size that may be tried: the limit, or the end of the data."""
+    cap = Cap(LARGEST_MICRO_BATCH, Cause.LARGEST)
+    if request.limit is not None:
+        cap = Cap(request.limit, Cause.LIMIT)
     if data is not None and len(data) < cap.size:
-        cap = Cap(len(data), f"the dataset holds {len(data):,} samples")
+        cap = Cap(len(data), Cause.DATASET)
     return cap

@@ -3,6 +3,7 @@
 Promises:
 - a probing call ends after its second optimizer step; then the function runs once for real, at a size that ran;
 - what the function and its arguments reach (models, optimizers, random state) is put back after each probing call;
+- callers leave out the batch size and `accumulation`, and a wrong call is answered with the right one;
 - with a parameter `accumulation`, every call has batch size x accumulation = effective batch exactly;
 - a mistake in the function surfaces at once, and is never taken for out-of-memory.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -21,18 +23,18 @@ import torch
 from batchwright.device.device import default_device, open_limited
 from batchwright.device.host import live_bytes
 from batchwright.device.out_of_memory import is_out_of_memory
-from batchwright.errors import InvalidInputError, NothingFitsError
-from batchwright.fitting.budget import Budget, open_budget
+from batchwright.errors import InvalidInputError
+from batchwright.fitting.budget import open_budget
 from batchwright.fitting.cut_calls import STEPS_OF_A_PROBE, CutCalls
-from batchwright.fitting.driver import Cap, run_series
-from batchwright.fitting.fit_result import Fit, NextSize
+from batchwright.fitting.driver import Cap, Cause, Refusal, Stop, list_trials, nothing_fits, run_series
+from batchwright.fitting.fit_result import Fit
 from batchwright.fitting.search import Seen, by_doubling
 from batchwright.planning.plan import plan
 from batchwright.planning.split import divisors, largest_divisor
 from batchwright.ranks.meeting import find_place
 from batchwright.state.held_objects import held_objects
 from batchwright.state.untouched import untouched
-from batchwright.units import format_bytes, shortened, whole_number
+from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -42,13 +44,6 @@ if TYPE_CHECKING:
     from batchwright.planning.plan import Plan
     from batchwright.state.untouched import Keep
 
-
-# A training function as `@find_batch_size` calls it: what the decorator passes, and which sizes that may be.
-#
-# Promises:
-# - callers leave out the batch size and `accumulation`, and a wrong call is answered with the right one;
-# - with `accumulation`, every size is a divisor of the effective batch, so that their product is exactly it;
-# - a search among some sizes tries none twice, and ends at the largest that fits.
 
 Returned = TypeVar("Returned")
 
@@ -115,7 +110,7 @@ class TrainingFunction(Generic[Returned]):
 class Sizes:
     """The sizes that may be passed: all up to the cap, or of those only the divisors of an effective batch.
 
-    >>> sizes = Sizes.within(Cap(100, "the limit is 100"), effective=256)
+    >>> sizes = Sizes.within(Cap(100, Cause.LIMIT), effective=256)
     >>> sizes.largest.size, sizes.accumulation(64), sizes.above(64)
     (64, 4, 128)
     """
@@ -130,14 +125,14 @@ class Sizes:
         if effective is None:
             return Sizes(cap, range(1, cap.size + 1))
         if effective <= cap.size:
-            cap = Cap(effective, f"the effective batch is {effective:,}")
+            cap = Cap(effective, Cause.EFFECTIVE_BATCH)
         # Also those above the cap: they are not tried, but the first of them is what an answer names as the next size.
         return Sizes(cap, divisors(effective, at_most=effective), effective)
 
     @property
     def largest(self) -> Cap:
         """The largest size within the cap, and what set it."""
-        return Cap(_at_or_below(self.allowed, self.cap.size), self.cap.why)
+        return Cap(_at_or_below(self.allowed, self.cap.size), self.cap.cause)
 
     def accumulation(self, size: int) -> int:
         """How many micro-batches of a size make the effective batch."""
@@ -151,17 +146,18 @@ class Sizes:
         """Search these sizes from one near the start."""
         return by_doubling_among(self.allowed, cap=self.cap.size, start=start)
 
-    def concluded(self, series: Series) -> Series:
-        """Return a series that speaks of the next divisor where it spoke of one more sample."""
+    def conclude(self, series: Series) -> Series:
+        """Return a series that speaks of the next divisor in place of one more sample."""
         if self.effective is None or series.micro_batch is None:
             return series
         above = self.above(series.micro_batch)
         failed = next((t for t in series.trials if t.micro_batch == above and t.verdict == "out_of_memory"), None)
-        if failed is None:
-            return replace(series, next_size=replace(series.next_size, micro_batch=above))
-        reason = f"micro-batch {above:,} ran out of memory"
-        told = f"{reason}: {failed.rule}" if failed.rule else reason
-        return replace(series, next_size=NextSize(above, "out_of_memory", told), reason=reason)
+        stop = series.stop
+        if failed is not None:
+            stop = Stop(Cause.OUT_OF_MEMORY, above, failed.rule)
+        elif stop.cause is self.cap.cause:
+            stop = Stop(self.cap.cause, self.cap.size)  # not the divisor below it, which was the end of the search
+        return replace(series, above=above, stop=stop)
 
     def notes(self, size: int) -> list[str]:
         """What has to be said where the next divisor is far above the answer."""
@@ -175,21 +171,21 @@ class Sizes:
 
 
 def by_doubling_among(sizes: Sequence[int], *, cap: int, start: int = 1) -> Generator[int, Seen, None]:
-    """Search some sizes only: what `by_doubling` asks for is rounded down to one of them.
+    """Search some sizes only: what `by_doubling` proposes is rounded down to one of them.
 
     >>> search = by_doubling_among([1, 2, 3, 5, 6, 10, 15, 30], cap=30, start=8)
     >>> next(search), search.send(Seen(6, fits=True)), search.send(Seen(15, fits=False))
     (6, 15, 10)
     """
     search = by_doubling(cap, start=start)
-    asked = next(search)
+    proposed = next(search)
     while True:
-        seen = yield _at_or_below(sizes, asked)
+        seen = yield _at_or_below(sizes, proposed)
         if seen.fits:
             # All that would be rounded down to this size is answered with it.
             seen = Seen(_next_above(sizes, seen.micro_batch) - 1, fits=True)
         try:
-            asked = search.send(seen)
+            proposed = search.send(seen)
         except StopIteration:
             return
 
@@ -216,6 +212,19 @@ def _well_divisible(number: int) -> int:
 
 # Nothing but memory ends the growth, and on a large machine that may take hours: each probe really trains.
 _LARGEST_SIZE = 8192
+
+
+@dataclass(frozen=True)
+class FinderOptions:
+    """How to search, as `find_batch_size` documents it."""
+
+    on: str | None
+    memory: str | int | None
+    limit: int | None
+    effective_batch: int | None
+    max_trials: int
+    margin: float
+    progress: Callable[[str], None] | None
 
 
 class _Options(TypedDict, total=False):
@@ -269,23 +278,22 @@ def find_batch_size(
     only divisors are tried. `on` is the device whose memory decides, by default the accelerator of this machine, or the
     CPU where there is none; `memory` a budget such as "16GiB", and `limit` the largest size to try (8,192 unless said).
     """
-    asked: _Options = {"on": on, "memory": memory, "limit": limit, "effective_batch": effective_batch}
-    asked |= {"max_trials": max_trials, "margin": margin, "progress": progress}
-    decorate = functools.partial(BatchSizeFinder, start=starting_batch_size, asked=asked)
+    options = FinderOptions(on, memory, limit, effective_batch, max_trials, margin, progress)
+    decorate = functools.partial(BatchSizeFinder, start=starting_batch_size, options=options)
     return decorate if function is None else decorate(function)
 
 
 class BatchSizeFinder(Generic[Returned]):
     """A decorated function; `last_fit` is what its last call found."""
 
-    def __init__(self, function: Callable[..., Returned], *, start: int, asked: _Options) -> None:
+    def __init__(self, function: Callable[..., Returned], *, start: int, options: FinderOptions) -> None:
         self.last_fit: Fit | None = None
-        self._asked = asked
+        self._options = options
         self._called = called = TrainingFunction.read(function)
         self._start = whole_number(start, "starting batch size")
-        self._max_trials = whole_number(asked["max_trials"], "max trials")
-        self._say = asked["progress"] or (lambda _: None)
-        effective = asked["effective_batch"]
+        self._max_trials = whole_number(options.max_trials, "max trials")
+        self._say = options.progress or (lambda _: None)
+        effective = options.effective_batch
         if effective is not None and not called.accumulates:
             raise InvalidInputError(
                 f"effective_batch={shortened(effective)} was given, but {called.name} has no parameter named "
@@ -294,7 +302,7 @@ class BatchSizeFinder(Generic[Returned]):
             )
         effective = self._start if effective is None else effective
         self._sizes = Sizes.within(
-            self._read_cap(asked["limit"]),
+            self._read_cap(options.limit),
             effective=whole_number(effective, "effective batch") if called.accumulates else None,
         )
         functools.update_wrapper(self, function)
@@ -310,8 +318,8 @@ class BatchSizeFinder(Generic[Returned]):
                 "the others waiting in a collective that nothing can end.",
                 remedy="torchrun ... -m batchwright fit train.py:workload, whose probes run in child ranks",
             )
-        self.last_fit = found = self._find(arguments)
-        size = found.micro_batch
+        self.last_fit = self._find(arguments)
+        size = self.last_fit.micro_batch
         assert size is not None, "a search that finds nothing raises"
         self._say(f"running {self._called.name} at batch size {size:,}")
         try:
@@ -325,7 +333,7 @@ class BatchSizeFinder(Generic[Returned]):
             raise
 
     def _find(self, arguments: dict[str, Any]) -> Fit:
-        on = self._asked["on"] or default_device()
+        on = self._options.on or default_device()
         # As keywords of a partial, so that what the caller hands in is looked into as the function's own things are.
         called = functools.partial(self._called.function, **arguments)
         with untouched(called, accelerator=None if on == "cpu" else torch.device(on)) as keep:
@@ -333,7 +341,7 @@ class BatchSizeFinder(Generic[Returned]):
 
     def _find_on(self, on: str, arguments: dict[str, Any], reached: list[Any], keep: Keep) -> Fit:
         held_bytes = live_bytes(reached)
-        budget = open_budget(on, self._asked["memory"], margin=self._asked["margin"], held_bytes=held_bytes)
+        budget = open_budget(on, self._options.memory, margin=self._options.margin, held_bytes=held_bytes)
         calls = CutCalls(
             self._called.name,
             functools.partial(self._called.run, arguments),
@@ -344,7 +352,8 @@ class BatchSizeFinder(Generic[Returned]):
         series = self._search(calls)
         if series.micro_batch is None:
             too_small = max((trial.micro_batch for trial in series.trials if trial.is_too_small), default=None)
-            raise nothing_fits(series, budget, on, notes=[] if too_small is None else self._sizes.notes(too_small))
+            notes = [] if too_small is None else self._sizes.notes(too_small)
+            raise nothing_fits([refuse_series(series, notes=notes)], on=on, budget=budget)
         notes = [*budget.notes, *calls.notes(series.micro_batch)]
         chosen = None
         if self._sizes.effective is not None:
@@ -382,22 +391,21 @@ class BatchSizeFinder(Generic[Returned]):
             if not isinstance(error, InvalidInputError):
                 error.add_note(calls.last_words())
             raise
-        return self._sizes.concluded(series)
+        return self._sizes.conclude(series)
 
     def _read_cap(self, limit: int | None) -> Cap:
         if limit is not None:
-            return Cap(whole_number(limit, "limit"), f"the limit is {limit:,}")
-        size = max(_LARGEST_SIZE, self._start)
-        return Cap(size, f"{size:,} is the largest size that is tried; limit= sets another")
+            return Cap(whole_number(limit, "limit"), Cause.LIMIT)
+        return Cap(max(_LARGEST_SIZE, self._start), Cause.LARGEST)
 
 
-def keep_effective_batch(effective: int, found: int) -> tuple[Plan, list[str]]:
+def keep_effective_batch(effective: int, largest: int) -> tuple[Plan, list[str]]:
     """Split an effective batch evenly into micro-batches that fit, and say what that costs.
 
     >>> keep_effective_batch(256, 100)[0]
     Plan(micro_batch=64, accumulation=4, devices=1, effective_batch=256)
     """
-    most = min(found, effective)
+    most = min(largest, effective)
     size = largest_divisor(effective, at_most=most)
     chosen, nearby = plan(effective, micro_batch=size), plan(effective, micro_batch=most)
     note = f"micro-batch {size:,} x accumulation {chosen.accumulation:,} keeps the effective batch at {effective:,}"
@@ -410,13 +418,13 @@ def keep_effective_batch(effective: int, found: int) -> tuple[Plan, list[str]]:
     return chosen, notes
 
 
-def nothing_fits(series: Series, budget: Budget, on: str, *, notes: Sequence[str] = ()) -> NothingFitsError:
-    """Return the error that says so, with what was tried."""
+def refuse_series(series: Series, *, notes: Sequence[str] = ()) -> Refusal:
+    """Gather what there is to say about a series in which nothing fits."""
     smallest = min(series.trials, key=lambda trial: (trial.is_too_small, trial.micro_batch))
-    within = "" if budget.probe_bytes is None else f" ({format_bytes(budget.probe_bytes)})"
-    tried = ", ".join(f"{trial.micro_batch:,}" for trial in series.trials)
-    return NothingFitsError(
-        f"micro-batch {smallest.micro_batch:,} does not fit on {on}{within}.",
-        details=[f"tried {tried}; the smallest said: {smallest.error}", *notes],
+    return Refusal(
+        shape="",
+        micro_batch=smallest.micro_batch,
+        need_bytes=math.inf,
+        details=(list_trials(series.trials, smallest), *notes),
         remedy="more memory, a smaller model, or an optimizer that keeps less state",
     )

@@ -143,7 +143,7 @@ class Fit(PrintedResult):
         """Read back what `to_dict` wrote on another rank; a plan is made later, and has no way back."""
         from batchwright.device.outcome import Outcome
 
-        named = {each.name: data[each.name] for each in fields(Fit) if each.name in data}
+        named = {entry.name: data[entry.name] for entry in fields(Fit) if entry.name in data}
         read = {
             "trials": tuple(Outcome.from_dict(trial) for trial in data["trials"]),
             "next_size": NextSize(**data["next_size"]) if data["next_size"] else None,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from batchwright.device.outcome import Outcome
+    from batchwright.fitting.request import FitRequest
     from batchwright.memory.breakdown import Breakdown
     from batchwright.workload import Workload
 
@@ -43,14 +44,13 @@ class Forecast:
         self,
         workload: Workload | None,
         limit_bytes: int | None,
+        request: FitRequest,
         *,
-        accumulation: int = 1,
-        clip_norm: float | None = None,
         say: Callable[[str], None],
     ) -> None:
         self._workload = workload
         self._limit_bytes = limit_bytes
-        self._told: dict[str, Any] = {"accumulation": accumulation, "clip_norm": clip_norm}
+        self._request = request
         self._say = say
         self._shape: Mapping[str, Any] = {}
         self._seen: dict[int, Breakdown] = {}
@@ -61,7 +61,7 @@ class Forecast:
         """Speak of this shape from now on."""
         self._shape, self._seen = shape, {}
 
-    def is_possible(self, shape: Mapping[str, Any]) -> bool:
+    def is_possible(self) -> bool:
         """Whether the step can be traced at all."""
         if self._workload is None:
             return False
@@ -87,7 +87,7 @@ class Forecast:
 
     def first_guess(self, cap: int) -> int | None:
         """The largest size that should fit by prediction alone; None where nothing can be said."""
-        if self._limit_bytes is None or not self.is_possible(self._shape):
+        if self._limit_bytes is None or not self.is_possible():
             return None
         try:
             return Curve(self.peak, cap=cap).roughly_within(self._limit_bytes - self.allowance) or None
@@ -113,10 +113,8 @@ class Forecast:
         below = [n for n in peaks if n < micro_batch]
         if slope is None and below:
             slope, source = (peaks[micro_batch] - peaks[max(below)]) / (micro_batch - max(below)), "measured"
-        if slope is None:
-            return None
-        if slope <= 0:
-            return None  # two readings that differ by noise alone
+        if slope is None or slope <= 0:
+            return None  # one reading, or two that differ by noise alone
         return MemoryLine(round(peaks[micro_batch] - slope * micro_batch), round(slope), source)
 
     def _slope(self, micro_batch: int) -> float | None:
@@ -154,7 +152,11 @@ class Forecast:
             assert self._workload is not None
             try:
                 with without_torchs_own_log():
-                    traced = trace_workload(self._workload, micro_batch, StepSettings(self._shape, **self._told))
+                    traced = trace_workload(
+                        self._workload,
+                        micro_batch,
+                        StepSettings(self._shape, self._request.accumulation, self._request.clip_norm),
+                    )
             except BatchwrightError:
                 raise
             except Exception as error:

@@ -1,8 +1,10 @@
-"""Probes on a card that is not there: the step is traced, and the replayed allocator says whether it fits.
+"""The ways to run a probe: in this process on live objects, in a fresh process, or traced on a simulated card.
 
 Promises:
-- the search is the same as on a real device, and so is what ends it: `torch.OutOfMemoryError`;
-- nothing runs, so nothing is certified and nothing of the user's is touched.
+- in this process, everything that is the user's comes back after each probe, however it ended;
+- a plain step is called once per probe;
+- on a simulated card the search is the same as on a real device, and so is what ends it: `torch.OutOfMemoryError`;
+  nothing runs there, so nothing is certified and nothing of the user's is touched.
 """
 
 from __future__ import annotations
@@ -40,18 +42,12 @@ if TYPE_CHECKING:
     from batchwright.catalogue.cards import Card
     from batchwright.device.outcome import Outcome
     from batchwright.fitting.fit_result import Fit
-    from batchwright.fitting.subprocess import Job
+    from batchwright.fitting.messages import Job
+    from batchwright.fitting.request import FitRequest
     from batchwright.fitting.work import Step
     from batchwright.simulated.allocator.settings import AllocatorSettings
     from batchwright.state.untouched import Keep
     from batchwright.workload import Workload
-
-
-# The ways to run a probe: in this process on live objects, or in a fresh one.
-#
-# Promises:
-# - in this process, everything that is the user's comes back after each probe, however it ended;
-# - a plain step is called once per probe.
 
 
 class Prober(Protocol):
@@ -98,10 +94,10 @@ class InProcess:
 
     where = "in this process"
 
-    def __init__(self, workload: Workload, keep: Keep, *, on: str, accumulation: int, clip_norm: float | None) -> None:
-        open_device(on)
+    def __init__(self, workload: Workload, keep: Keep, request: FitRequest) -> None:
+        open_device(request.on)
         self._keep = keep
-        self._told: dict[str, Any] = {"accumulation": accumulation, "clip_norm": clip_norm}
+        self._request = request
         try:
             _meet_live_parts(workload)
         finally:
@@ -110,7 +106,7 @@ class InProcess:
             if isinstance(thing, nn.Module):
                 refuse_spread(thing)
         self._workload = workload
-        self.on = on
+        self.on = request.on
         self.held_bytes = live_bytes(keep.live)
         self._costs = FirstCosts()
         self.limit_bytes: int | None = None
@@ -119,7 +115,8 @@ class InProcess:
         """Run one probe."""
         device = open_limited(self.on, self.limit_bytes, held_bytes=self.held_bytes + self._costs.charged_bytes)
         with self._costs.learnt():
-            return device.probe(self._workload, micro_batch, StepSettings(shape, **self._told))
+            settings = StepSettings(shape, self._request.accumulation, self._request.clip_norm)
+            return device.probe(self._workload, micro_batch, settings)
 
     def restored(self) -> Restored:
         """What was given back as it was found."""
@@ -142,13 +139,13 @@ class PlainStep:
         self._step, self._keep = step, keep
         self._has_worked: bool | None = None
         given = list(state)
-        found = [thing for thing in held_objects(step).values() if not any(thing is own for own in given)]
-        for thing in (*given, *found):
+        reached = [thing for thing in held_objects(step).values() if not any(thing is own for own in given)]
+        for thing in (*given, *reached):
             if isinstance(thing, nn.Module):
                 refuse_spread(thing)
-        self._has_state = len(keep.refused) < len(given) + len(found)
+        self._has_state = len(keep.refused) < len(given) + len(reached)
         self.on = on
-        self.held_bytes = live_bytes([*given, *found])
+        self.held_bytes = live_bytes([*given, *reached])
         self._costs = FirstCosts()
         self.limit_bytes: int | None = None
 
@@ -207,11 +204,14 @@ class OnSimulatedCard:
 
     where = "on a simulated card: traced, not run"
 
-    def __init__(self, workload: Workload, card: Card, settings: AllocatorSettings | None = None, **told: Any) -> None:
+    def __init__(
+        self, workload: Workload, card: Card, settings: AllocatorSettings, request: FitRequest, *, devices: int
+    ) -> None:
         self._workload = workload
         self._card = card
         self._settings = settings
-        self._told = told
+        self._request = request
+        self._devices = devices
 
     @property
     def on(self) -> str:
@@ -221,14 +221,18 @@ class OnSimulatedCard:
     def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
         """Trace full steps on the card."""
         card = SimulatedCard(self._card, self._settings)
+        accumulation = self._request.accumulation
 
         def run() -> tuple[float, ...]:
             with without_torchs_own_log():
-                trace_workload(self._workload, micro_batch, StepSettings(shape, **self._told), card=card)
+                settings = StepSettings(shape, accumulation, self._request.clip_norm, devices=self._devices)
+                trace_workload(self._workload, micro_batch, settings, card=card)
             return (0.0,)
 
-        found = judge(run, micro_batch=micro_batch, shape=shape, accumulation=1, peak=lambda: card.peak_bytes)
-        return replace(found, step_seconds=None, accumulation=self._told.get("accumulation", 1))
+        outcome = judge(
+            run, micro_batch=micro_batch, shape=shape, accumulation=accumulation, peak=lambda: card.peak_bytes
+        )
+        return replace(outcome, step_seconds=None)
 
     def restored(self) -> Restored:
         """Nothing ran, so nothing was changed."""
@@ -251,13 +255,13 @@ def budget_on(card: Card, margin: float) -> Budget:
     )
 
 
-def with_margin(found: Fit, card: Card) -> Fit:
-    """Say what the three peaks at the answer are with their margin."""
-    peaks = found.peak_bytes
+def add_margin(fit: Fit, card: Card) -> Fit:
+    """Add a note with the three peaks at the answer, and what they are with their margin."""
+    peaks = fit.peak_bytes
     if peaks is None or peaks.allocated is None or peaks.reserved is None:
-        return found
+        return fit
     upper = upper_on_card(peaks, context_of(card))
-    told = ", ".join(
+    listed = ", ".join(
         f"{name} {format_bytes(peak or 0)} ({format_bytes(bound or 0)})"
         for name, peak, bound in (
             ("allocated", peaks.allocated, upper.allocated),
@@ -265,4 +269,4 @@ def with_margin(found: Fit, card: Card) -> Fit:
             ("device", peaks.device, upper.device),
         )
     )
-    return replace(found, notes=(*found.notes, f"predicted peaks, and with a margin: {told}"))
+    return replace(fit, notes=(*fit.notes, f"predicted peaks, and with a margin: {listed}"))

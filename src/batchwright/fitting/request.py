@@ -1,34 +1,31 @@
-"""What was asked of a search: its bounds, where it starts, and the shapes.
+"""What `fit` was given: one request, read and checked once, and handed to everything that searches or probes.
 
 Promises:
-- settings that contradict each other are refused when the question is read, before anything is loaded or run;
-- it is free of torch, so that the command can ask before the seconds that importing torch takes.
+- settings that contradict each other are refused when the request is read, before anything is loaded or run;
+- it is free of torch, so that the command can check before the seconds that importing torch takes.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from batchwright.catalogue.cards import names_a_card
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened, whole_number
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-
-# A start value per shape: a base times a factor that depends on one quantity of the shape.
-#
-# The factors that automatic adjustment by crops uses are written
-# `max_crops:2=1.0,4=0.8,6=0.6,8=0.5,10=0.4,12=0.3,else=0.25`: up to 2 crops the base itself, up to 4 crops 0.8 of it.
-
-_FORM = "--scale max_crops:2=1.0,4=0.8,else=0.5"
+_EXAMPLE = "--scale max_crops:2=1.0,4=0.8,else=0.5"
 
 
 @dataclass(frozen=True)
 class ScaleTable:
-    """Factors by the value of one shape name, each valid up to its bound."""
+    """A start value per shape: a factor of the limit by the value of one shape name, each valid up to its bound.
+
+    `max_crops:2=1.0,4=0.8,else=0.5` means: up to 2 crops the limit itself, up to 4 crops 0.8 of it, above that half.
+    """
 
     name: str
     steps: tuple[tuple[Fraction, Fraction], ...]
@@ -45,7 +42,8 @@ class ScaleTable:
         name, colon, entries = text.partition(":")
         if not colon or not name.isidentifier():
             raise InvalidInputError(
-                f"a scale table is written name:bound=factor,...,else=factor; received {shortened(text)}.", remedy=_FORM
+                f"a scale table is written name:bound=factor,...,else=factor; received {shortened(text)}.",
+                remedy=_EXAMPLE,
             )
         steps: list[tuple[Fraction, Fraction]] = []
         beyond: Fraction | None = None
@@ -53,7 +51,7 @@ class ScaleTable:
             bound, equals, factor = entry.partition("=")
             if not equals:
                 raise InvalidInputError(
-                    f"an entry of --scale is bound=factor; received {shortened(entry)}.", remedy=_FORM
+                    f"an entry of --scale is bound=factor; received {shortened(entry)}.", remedy=_EXAMPLE
                 )
             value = _positive(factor, entry)
             if bound.strip() == "else":
@@ -61,10 +59,10 @@ class ScaleTable:
             else:
                 steps.append((_positive(bound, entry), value))
         if [bound for bound, _ in steps] != sorted({bound for bound, _ in steps}):
-            raise InvalidInputError(f"the bounds of --scale must rise; received {shortened(text)}.", remedy=_FORM)
+            raise InvalidInputError(f"the bounds of --scale must rise; received {shortened(text)}.", remedy=_EXAMPLE)
         if beyond is None:
             raise InvalidInputError(
-                "--scale needs an entry else=factor, for values above its last bound.", remedy=_FORM
+                "--scale needs an entry else=factor, for values above its last bound.", remedy=_EXAMPLE
             )
         return ScaleTable(name, tuple(steps), beyond)
 
@@ -85,9 +83,9 @@ def _positive(text: str, entry: str) -> Fraction:
     try:
         value = Fraction(text.strip())
     except (ValueError, ZeroDivisionError):
-        raise InvalidInputError(f"--scale holds numbers; received {shortened(entry)}.", remedy=_FORM) from None
+        raise InvalidInputError(f"--scale holds numbers; received {shortened(entry)}.", remedy=_EXAMPLE) from None
     if value <= 0:
-        raise InvalidInputError(f"--scale holds positive numbers; received {shortened(entry)}.", remedy=_FORM)
+        raise InvalidInputError(f"--scale holds positive numbers; received {shortened(entry)}.", remedy=_EXAMPLE)
     return value
 
 
@@ -95,50 +93,79 @@ _MAX_TRIALS, _MAX_TRIALS_FROM_A_START = 40, 5
 
 
 @dataclass(frozen=True)
-class Question:
-    """The shapes, and how to search at each."""
+class FitRequest:
+    """Which device and memory, which sizes and shapes, which step: as `fit` documents them."""
 
+    on: str = "cpu"
+    memory: str | int | None = None
     limit: int | None = None
+    shapes: tuple[dict[str, Any], ...] = ({},)
     start: int | None = None
     scale: ScaleTable | None = None
     powers_of_two: bool = False
-    max_trials: int | None = None
-    shapes: tuple[dict[str, Any], ...] = ({},)
+    max_trials: int = _MAX_TRIALS
+    margin: float = 0.0
+    evaluate: bool = False
+    accumulation: int = 1
+    clip_norm: float | None = None
+    devices: int = 1
+    allocator: str | None = None
+    isolate: bool | None = None
+    cache: bool = True
 
     @staticmethod
     def read(
         *,
+        on: str = "cpu",
+        memory: str | int | None = None,
         limit: int | None = None,
+        shapes: Mapping[str, int | Sequence[int]] | None = None,
         start: int | None = None,
         scale: str | None = None,
         powers_of_two: bool = False,
         max_trials: int | None = None,
-        shapes: Iterable[dict[str, Any]] = ({},),
-    ) -> Question:
+        margin: float = 0.0,
+        evaluate: bool = False,
+        accumulation: int = 1,
+        clip_norm: float | None = None,
+        devices: int = 1,
+        allocator: str | None = None,
+        isolate: bool | None = None,
+        cache: bool = True,
+    ) -> FitRequest:
         """Check what a person asked for.
 
-        >>> Question.read(limit=4, start=9)
+        >>> FitRequest.read(limit=4, start=9)
         Traceback (most recent call last):
         ...
         batchwright.errors.InvalidInputError: start 9 is above limit 4.
         """
-        question = Question(
+        default_trials = _MAX_TRIALS if start is None and scale is None else _MAX_TRIALS_FROM_A_START
+        request = FitRequest(
+            on=on,
+            memory=memory,
             limit=None if limit is None else whole_number(limit, "limit"),
+            shapes=combine_shapes(shapes or {}),
             start=None if start is None else whole_number(start, "start"),
             scale=None if scale is None else ScaleTable.parse(scale),
             powers_of_two=powers_of_two,
-            max_trials=None if max_trials is None else whole_number(max_trials, "max trials"),
-            shapes=tuple(shapes),
+            max_trials=default_trials if max_trials is None else whole_number(max_trials, "max trials"),
+            margin=margin,
+            evaluate=evaluate,
+            accumulation=whole_number(accumulation, "accumulation"),
+            clip_norm=clip_norm,
+            devices=whole_number(devices, "devices"),
+            allocator=allocator,
+            isolate=isolate,
+            cache=cache,
         )
-        question._check()
-        return question
+        request._check()
+        return request
 
     @property
-    def trials(self) -> int:
-        """How many probes a series may run."""
-        if self.max_trials is not None:
-            return self.max_trials
-        return _MAX_TRIALS_FROM_A_START if self.start is not None or self.scale is not None else _MAX_TRIALS
+    def is_on_card(self) -> bool:
+        """Whether the device is a simulated card."""
+        return names_a_card(self.on)
 
     def _check(self) -> None:
         if self.scale is not None:
@@ -150,3 +177,25 @@ class Question:
                 self.scale.start(self.limit, shape)
         if self.start is not None and self.limit is not None and self.start > self.limit:
             raise InvalidInputError(f"start {self.start:,} is above limit {self.limit:,}.")
+        if (self.devices != 1 or self.allocator is not None) and not self.is_on_card:
+            raise InvalidInputError(
+                "devices= and allocator= are for a simulated card; ranks of this machine are torchrun's.",
+                remedy='on="a100-40gb", or torchrun --nproc-per-node 2 -m batchwright fit',
+            )
+
+
+def combine_shapes(shapes: Mapping[str, int | Sequence[int]]) -> tuple[dict[str, Any], ...]:
+    """Return every combination of the values, the last name varying fastest; one empty shape for none.
+
+    >>> combine_shapes({"max_crops": [2, 4], "seq_len": 512})
+    ({'max_crops': 2, 'seq_len': 512}, {'max_crops': 4, 'seq_len': 512})
+    """
+    columns = []
+    for name, values in shapes.items():
+        listed = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else [values]
+        if not listed:
+            raise InvalidInputError(f"shape {name} has no values.", remedy=f"{name}=[512, 1024]")
+        if len(set(listed)) < len(listed):
+            raise InvalidInputError(f"shape {name} names a value twice; received {shortened(listed)}.")
+        columns.append([(name, value) for value in listed])
+    return tuple(dict(row) for row in itertools.product(*columns))

@@ -16,107 +16,25 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from batchwright import errors
 from batchwright.device.out_of_memory import find_rule
 from batchwright.device.outcome import Outcome
 from batchwright.device.process_memory import PINNED_ENVIRONMENT
+from batchwright.errors import BatchwrightError
+from batchwright.fitting.messages import ProbeReport
 from batchwright.state.interrupts import temporary_folder, uninterrupted
-from batchwright.targets import load_workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from batchwright.workload import Workload
-
-
-# What one probe is asked to do, as plain data that another process can read.
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the child ranks of one probe meet."""
-
-    host: str
-    port: int
-    prefix: str
-    rank: int
-    world_size: int
-    local_rank: int
-
-
-@dataclass(frozen=True)
-class Job:
-    """One probe: which workload, how large, where, and within how many bytes.
-
-    The workload is a target (`path.py:function`) that the child loads itself, or a file that holds it pickled.
-    """
-
-    micro_batch: int
-    target: str | None = None
-    pickled: str | None = None
-    on: str = "cpu"
-    limit_bytes: int | None = None
-    shape: dict[str, Any] = field(default_factory=dict)
-    accumulation: int = 1
-    clip_norm: float | None = None
-    only_evaluate: bool = False
-    order: tuple[int, ...] | None = None
-    rendezvous: Rendezvous | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the job as plain data."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> Job:
-        """Read back what `to_dict` wrote.
-
-        >>> job = Job(8, target="train.py:workload", shape={"seq_len": 512})
-        >>> Job.from_dict(job.to_dict()) == job
-        True
-        """
-        meeting = data["rendezvous"]
-        order = data["order"]
-        return Job(
-            **{
-                **data,
-                "rendezvous": Rendezvous(**meeting) if meeting else None,
-                "order": None if order is None else tuple(order),
-            }
-        )
-
-    def load(self) -> Workload:
-        """Load the workload in the process that is to run it."""
-        if self.target is not None:
-            return load_workload(self.target)
-        import pickle
-        from pathlib import Path
-
-        assert self.pickled is not None
-        loaded: Workload = pickle.loads(Path(self.pickled).read_bytes())
-        return loaded
-
-
-def part_to_probe(workload: Workload, *, only_evaluate: bool, order: tuple[int, ...] | None) -> Workload:
-    """Return the workload as a probe runs it: its longest samples first, or only what evaluation does."""
-    if order is not None:
-        from torch.utils.data import Subset
-
-        workload = replace(workload, data=Subset(workload.data, list(order)))
-    if not only_evaluate:
-        return workload
-    # What is left runs under no_grad; a workload without an `evaluate` evaluates its loss, and generates if it can.
-    if workload.evaluate is not None:
-        return replace(workload, optimizer=None, scaler=None, loss=None, generate=None)
-    return replace(workload, optimizer=None, scaler=None)
-
+    from batchwright.fitting.messages import Job
 
 # How often a parent looks whether its child has ended.
 _POLL_SECONDS = 0.02
+# The rule of a probe whose process crashed under a limit.
 CRASHED = "crashed"
 # The rule of a probe that was ended because it had no point any more.
 STOPPED = "stopped"
@@ -165,12 +83,12 @@ class Child:
         """Read how it ended."""
         answer = self.folder / "answer"
         if answer.exists():
-            return _read(json.loads(answer.read_text()))
+            return ProbeReport.from_dict(json.loads(answer.read_text())).unwrap()
         return self._died()
 
     def _died(self) -> Outcome:
         code = self.process.returncode
-        said = (self.folder / "log").read_text(errors="replace")[-4000:].strip()
+        output = (self.folder / "log").read_text(errors="replace")[-4000:].strip()
         job = self.job
         ended = Outcome(
             job.micro_batch,
@@ -180,27 +98,27 @@ class Child:
             time.perf_counter() - self.started,
             accumulation=job.accumulation,
         )
-        rule = find_rule(RuntimeError(said))
+        rule = find_rule(RuntimeError(output))
         if code == -signal.SIGKILL:
-            told = "the process was killed, as the system does when memory runs out"
-            return replace(ended, verdict="out_of_memory", rule="killed", error=told)
+            message = "the process was killed, as the system does when memory runs out"
+            return replace(ended, verdict="out_of_memory", rule="killed", error=message)
         if rule is not None and code != 0:
-            return replace(ended, verdict="out_of_memory", rule=rule.name, error=said.splitlines()[-1])
+            return replace(ended, verdict="out_of_memory", rule=rule.name, error=output.splitlines()[-1])
         if -code in _CRASHES and job.limit_bytes is not None:
             name = signal.Signals(-code).name
-            told = f"the process ended by {name} under its limit"
+            message = f"the process ended by {name} under its limit"
             doubt = "a crash that has nothing to do with memory ends the same way"
             return replace(
-                ended, verdict="out_of_memory", rule=CRASHED, error=told, doubt=doubt, traceback=said or None
+                ended, verdict="out_of_memory", rule=CRASHED, error=message, doubt=doubt, traceback=output or None
             )
         if -code in _FROM_OUTSIDE:
-            raise errors.BatchwrightError(
+            raise BatchwrightError(
                 f"the process that ran micro-batch {job.micro_batch:,} was ended by {signal.Signals(-code).name}: that "
                 "says nothing of your step or of the memory.",
                 remedy="the same again, once whatever ends processes here (a scheduler, a time limit) lets it run",
             )
-        told = f"the process ended with code {code} and no answer"
-        return replace(ended, error=told, traceback=f"{said}\n{told}".strip())
+        message = f"the process ended with code {code} and no answer"
+        return replace(ended, error=message, traceback=f"{output}\n{message}".strip())
 
 
 def probe_in_child(job: Job, *, until: Callable[[], bool] | None = None) -> Outcome:
@@ -220,13 +138,3 @@ def probe_in_child(job: Job, *, until: Callable[[], bool] | None = None) -> Outc
                 with uninterrupted():
                     child.kill()
         return child.outcome()
-
-
-def _read(answer: dict[str, Any]) -> Outcome:
-    if "outcome" in answer:
-        return Outcome.from_dict(answer["outcome"])
-    if "interrupted" in answer:
-        raise KeyboardInterrupt
-    if "raised" in answer:
-        raise errors.StepFailedError(answer["raised"])
-    raise errors.error_from_dict(answer["error"])

@@ -1,18 +1,19 @@
-"""What was handed in to be fitted: a target, a workload, a function that makes one, or a plain step.
+"""What was handed in to be fitted: a target, a workload, a function that makes one, or a plain step; and its data.
 
 Promises:
 - what can be loaded by another process is known as such;
-- a live model that is already spread over ranks is refused, with the reason.
+- a live model that is already spread over ranks is refused, with the reason;
+- the longest samples of a dataset are found by reading it through its own `__getitem__`: they decide whether a run
+  survives its worst batch; a set too large to read in the time is read as far as that goes, and the result says so.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import pickle
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,91 +23,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from batchwright.errors import InvalidInputError
-from batchwright.memory.estimate import check_shape
 from batchwright.targets import load_workload
 from batchwright.units import shortened
 from batchwright.workload import Workload
-
-# Which samples of a dataset are the longest: they decide whether a run survives its worst batch.
-#
-# Promises:
-# - samples are only read, through the dataset's own `__getitem__`;
-# - a set too large to read whole within the time is read as far as that goes, and the result says how far.
-
-_SECONDS = 20.0
-
-
-@dataclass(frozen=True)
-class LongestFirst:
-    """Numbers of samples, longest first; None where all that were read are equally long, so that any will do."""
-
-    order: tuple[int, ...] | None
-    note: str
-
-
-def longest_first(data: Any, *, most: int, say: Callable[[str], None], seconds: float = _SECONDS) -> LongestFirst:
-    """Read the samples and order them by length; at most `most` numbers are returned.
-
-    >>> longest_first([torch.zeros(3), torch.zeros(9), torch.zeros(5)], most=2, say=print).order
-    (1, 2)
-    """
-    say(f"reading {len(data):,} samples for the longest") if len(data) > 1000 else None
-    sizes: list[int] = []
-    end = time.monotonic() + seconds
-    for index in range(len(data)):
-        sizes.append(length_of(data[index]))
-        if time.monotonic() > end:
-            break
-    read = "" if len(sizes) == len(data) else f" of the first {len(sizes):,} of {len(data):,} samples"
-    if len(set(sizes)) <= 1:
-        return LongestFirst(None, f"all samples read are equally long{read and ','}{read}" if read else "")
-    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
-    # Those that were not read come last, so that sizes beyond what was read can still be tried.
-    order += range(len(sizes), len(data))
-    return LongestFirst(tuple(order[:most]), f"the longest samples{read} were probed")
-
-
-def length_of(sample: Any) -> int:
-    """Count the numbers in a sample: elements of tensors and arrays, entries of lists, characters of texts.
-
-    >>> length_of({"ids": torch.zeros(4, 2), "text": "abc", "label": 1})
-    12
-    """
-    if isinstance(sample, Mapping):
-        sample = dict(sample)
-    return sum(_count(leaf) for leaf in tree_leaves(sample))
-
-
-def _count(leaf: Any) -> int:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.numel()
-    size = getattr(leaf, "size", None)
-    if isinstance(size, int):
-        return size  # a numpy array
-    if isinstance(size, tuple):
-        return int(torch.Size(size).numel())  # an image
-    return len(leaf) if isinstance(leaf, str | bytes) else 1
-
-
-# The shapes to fit: every combination of the values asked for.
-
-
-def every_shape(asked: Work, shapes: Mapping[str, int | Sequence[int]]) -> tuple[dict[str, Any], ...]:
-    """Return the combinations, the last name varying fastest; one empty shape where nothing was asked for."""
-    columns = []
-    for name, values in shapes.items():
-        listed = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else [values]
-        if not listed:
-            raise InvalidInputError(f"shape {name} has no values.", remedy=f"{name}=[512, 1024]")
-        if len(set(listed)) < len(listed):
-            raise InvalidInputError(f"shape {name} names a value twice; received {shortened(listed)}.")
-        columns.append([(name, value) for value in listed])
-    table = tuple(dict(row) for row in itertools.product(*columns))
-    if asked.workload is not None:
-        for shape in table:
-            check_shape(asked.workload, shape)
-    return table
-
 
 Step = Callable[[int], Any]
 
@@ -132,12 +51,12 @@ class Work:
 
 
 def read_work(given: Workload | Step | str) -> Work:
-    """Tell what was handed in."""
+    """Recognise what was handed in, and check it."""
     if isinstance(given, str):
         workload = load_workload(given)
-        return Work(workload.name, _checked(workload), target=given)
+        return Work(workload.name, _check(workload), target=given)
     if isinstance(given, Workload):
-        return Work(given.name, _checked(given))
+        return Work(given.name, _check(given))
     if not callable(given):
         raise InvalidInputError(
             "fit takes a Workload, a function step(n), or a target such as train.py:workload; "
@@ -147,14 +66,14 @@ def read_work(given: Workload | Step | str) -> Work:
         return Work(getattr(given, "__name__", "step"), step=given)
     if not _takes(given, 0):
         raise InvalidInputError(f"a step is called with the number of samples alone; received {shortened(given)}.")
-    made = given()  # type: ignore[call-arg]
-    if not isinstance(made, Workload):
+    workload = given()  # type: ignore[call-arg]
+    if not isinstance(workload, Workload):
         raise InvalidInputError(
             f"{getattr(given, '__name__', 'the function')}() takes no size, so it should make a Workload; "
-            f"it returned {shortened(made)}.",
+            f"it returned {shortened(workload)}.",
             remedy="def step(n): ..., which takes the number of samples",
         )
-    return Work(made.name, _checked(made), target=_target_of(given))
+    return Work(workload.name, _check(workload), target=_target_of(given))
 
 
 def _target_of(function: Any) -> str | None:
@@ -177,7 +96,7 @@ def _takes(function: Any, num_arguments: int) -> bool:
     return True
 
 
-def _checked(workload: Workload) -> Workload:
+def _check(workload: Workload) -> Workload:
     if workload.data is not None and len(workload.data) == 0:
         raise InvalidInputError("the workload's data is empty: there is no sample to probe with.")
     if isinstance(workload.model, nn.Module):
@@ -197,3 +116,59 @@ def refuse_spread(model: nn.Module) -> None:
                 "memory on one rank leaves the others waiting in a collective that nothing can end.",
                 remedy="model=a function that builds it, wrap=lambda model: DDP(model): probes then run in child ranks",
             )
+
+
+# Long enough for most sets; a larger one is read as far as this goes.
+_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class LongestFirst:
+    """Numbers of samples, longest first; None where all that were read are equally long, so that any will do."""
+
+    order: tuple[int, ...] | None
+    note: str
+
+
+def longest_first(data: Any, *, most: int, say: Callable[[str], None], seconds: float = _SECONDS) -> LongestFirst:
+    """Read the samples and order them by length; at most `most` numbers are returned.
+
+    >>> longest_first([torch.zeros(3), torch.zeros(9), torch.zeros(5)], most=2, say=print).order
+    (1, 2)
+    """
+    say(f"reading {len(data):,} samples for the longest") if len(data) > 1000 else None
+    sizes: list[int] = []
+    end = time.monotonic() + seconds
+    for index in range(len(data)):
+        sizes.append(measure_length(data[index]))
+        if time.monotonic() > end:
+            break
+    read = "" if len(sizes) == len(data) else f" of the first {len(sizes):,} of {len(data):,} samples"
+    if len(set(sizes)) <= 1:
+        return LongestFirst(None, f"all samples read are equally long{read and ','}{read}" if read else "")
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    # Those that were not read come last, so that sizes beyond what was read can still be tried.
+    order += range(len(sizes), len(data))
+    return LongestFirst(tuple(order[:most]), f"the longest samples{read} were probed")
+
+
+def measure_length(sample: Any) -> int:
+    """Count the numbers in a sample: elements of tensors and arrays, entries of lists, characters of texts.
+
+    >>> measure_length({"ids": torch.zeros(4, 2), "text": "abc", "label": 1})
+    12
+    """
+    if isinstance(sample, Mapping):
+        sample = dict(sample)
+    return sum(_count(leaf) for leaf in tree_leaves(sample))
+
+
+def _count(leaf: Any) -> int:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.numel()
+    size = getattr(leaf, "size", None)
+    if isinstance(size, int):
+        return size  # a numpy array
+    if isinstance(size, tuple):
+        return int(torch.Size(size).numel())  # an image
+    return len(leaf) if isinstance(leaf, str | bytes) else 1

@@ -24,8 +24,8 @@ from batchwright.device.host import live_bytes
 from batchwright.errors import InvalidInputError, NothingFitsError, import_extra
 from batchwright.fitting.budget import open_budget
 from batchwright.fitting.cut_calls import CountedSteps, run_until_second_step
-from batchwright.fitting.driver import Cap, describe, raise_failure, run_series
-from batchwright.fitting.find_batch_size import keep_effective_batch, nothing_fits
+from batchwright.fitting.driver import Cap, Cause, describe, nothing_fits, raise_failure, run_series
+from batchwright.fitting.find_batch_size import keep_effective_batch, refuse_series
 from batchwright.fitting.fit_result import Fit, Restored
 from batchwright.fitting.search import by_doubling, by_peaks
 from batchwright.fitting.work import longest_first, refuse_spread
@@ -243,11 +243,11 @@ def fit_trainer(
     probes = TrainerProbes(trainer)
     budget = open_budget(probes.on, memory, margin=margin, held_bytes=probes.held_bytes)
     probes.limit_bytes = budget.probe_bytes
-    cap = Cap(effective, f"the effective batch is {effective:,}")
+    cap = Cap(effective, Cause.EFFECTIVE_BATCH)
     if probes.num_samples is not None and probes.num_samples < cap.size:
-        cap = Cap(probes.num_samples, f"the dataset holds {probes.num_samples:,} samples")
+        cap = Cap(probes.num_samples, Cause.DATASET)
     if limit is not None and whole_number(limit, "limit") < cap.size:
-        cap = Cap(limit, f"the limit is {limit:,}")
+        cap = Cap(limit, Cause.LIMIT)
     probes.look_for_the_longest(most=effective, say=say)
     with cheap_collections():
         series = run_series(
@@ -260,7 +260,7 @@ def fit_trainer(
             say=say,
         )
         if series.micro_batch is None:
-            raise nothing_fits(series, budget, probes.on)
+            raise nothing_fits([refuse_series(series)], on=probes.on, budget=budget)
         # A batch with all samples in it fits, so one that has room for more does as well.
         most = effective if series.micro_batch == probes.num_samples and limit is None else series.micro_batch
         chosen, notes, more_trials = _certified_plan(probes, effective, most, say)
