@@ -13,14 +13,14 @@ WORKER = """
 import json, os, sys
 from pathlib import Path
 import batchwright as bw
-told = {}
+answers = {}
 for target in sys.argv[3:]:
     try:
-        found = bw.fit(f"{sys.argv[1]}:{target}", memory="256MiB", start=8, limit=9, cache=False)
-        told[target] = [found.micro_batch, found.ranks, found.trials[-1].verdict, found.trials[-1].rule]
+        fit = bw.fit(f"{sys.argv[1]}:{target}", memory="256MiB", start=8, limit=9, cache=False)
+        answers[target] = [fit.micro_batch, fit.ranks, fit.trials[-1].verdict, fit.trials[-1].rule]
     except bw.BatchwrightError as error:
-        told[target] = [type(error).__name__, str(error).splitlines()[-1]]
-Path(sys.argv[2], os.environ["RANK"]).write_text(json.dumps(told))
+        answers[target] = [type(error).__name__, str(error).splitlines()[-1]]
+Path(sys.argv[2], os.environ["RANK"]).write_text(json.dumps(answers))
 sys.stdout.flush(), os._exit(0)
 """
 

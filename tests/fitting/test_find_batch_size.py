@@ -341,19 +341,19 @@ def test_a_size_at_which_nothing_is_trained_is_not_an_answer() -> None:
     ],
 )
 def test_every_call_keeps_the_effective_batch_exactly(effective: int, room: int, answer: int, start: int) -> None:
-    asked = []
+    calls = []
 
     @bw.find_batch_size(starting_batch_size=start, effective_batch=effective, limit=10**7)
     def train(batch_size: int, accumulation: int, name: str) -> tuple[int, int, str]:
-        asked.append((batch_size, accumulation))
+        calls.append((batch_size, accumulation))
         if batch_size > room:
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
         return batch_size, accumulation, name
 
     assert train("run") == (answer, effective // answer, "run")
-    assert all(size * accumulation == effective for size, accumulation in asked)
+    assert all(size * accumulation == effective for size, accumulation in calls)
     # The last call is the run for real.
-    assert len(set(asked)) == len(asked) - 1
+    assert len(set(calls)) == len(calls) - 1
     fit = train.last_fit
     assert fit is not None
     assert fit.plan is not None
@@ -415,8 +415,8 @@ def test_few_divisors_are_said_with_a_neighbour_that_has_more(effective: int, is
 
     train()
     assert train.last_fit is not None
-    told = "no size between 1 and 127 divides 127, so none of them was tried; an effective batch of 128 has"
-    assert train.last_fit.notes[-1].startswith(told) == is_said
+    beginning = "no size between 1 and 127 divides 127, so none of them was tried; an effective batch of 128 has"
+    assert train.last_fit.notes[-1].startswith(beginning) == is_said
 
 
 def test_nothing_fits_names_the_divisors_where_they_are_the_reason() -> None:
@@ -522,9 +522,9 @@ def test_out_of_memory_in_the_run_for_real_says_what_had_fitted() -> None:
 
 
 def test_a_real_budget_is_kept_by_a_real_model() -> None:
-    said: list[str] = []
+    lines: list[str] = []
 
-    @bw.find_batch_size(starting_batch_size=32, on="cpu", memory="192MiB", progress=said.append)
+    @bw.find_batch_size(starting_batch_size=32, on="cpu", memory="192MiB", progress=lines.append)
     def train(batch_size: int, width: int) -> int:
         weight = nn.Parameter(torch.ones(width))
         optimizer = torch.optim.AdamW([weight])
@@ -540,17 +540,17 @@ def test_a_real_budget_is_kept_by_a_real_model() -> None:
     assert train.last_fit is not None
     assert train.last_fit.next_size is not None
     assert train.last_fit.next_size.outcome == "out_of_memory"
-    assert said[0] == "trying micro-batch 32"
-    assert said[-1] == f"running train at batch size {size:,}"
+    assert lines[0] == "trying micro-batch 32"
+    assert lines[-1] == f"running train at batch size {size:,}"
 
 
 @pytest.mark.slow
 def test_a_real_model_accumulates_within_a_real_budget_to_the_weights_of_the_full_batch() -> None:
     effective, width = 60, 2**18
-    asked = []
+    calls = []
 
     def train(batch_size: int, accumulation: int) -> torch.Tensor:
-        asked.append((batch_size, accumulation))
+        calls.append((batch_size, accumulation))
         torch.manual_seed(0)
         weight = nn.Parameter(torch.randn(width))
         optimizer = torch.optim.SGD([weight], lr=width)
@@ -563,18 +563,18 @@ def test_a_real_model_accumulates_within_a_real_budget_to_the_weights_of_the_ful
         return weight.detach()
 
     whole = train(effective, 1)
-    asked.clear()
-    found = bw.find_batch_size(train, 6, effective_batch=effective, on="cpu", memory="80MiB")
-    kept = found()
-    assert all(size * accumulation == effective for size, accumulation in asked)
-    fit = found.last_fit
+    calls.clear()
+    result = bw.find_batch_size(train, 6, effective_batch=effective, on="cpu", memory="80MiB")
+    kept = result()
+    assert all(size * accumulation == effective for size, accumulation in calls)
+    fit = result.last_fit
     assert fit is not None
     assert fit.micro_batch is not None
     assert fit.next_size is not None
     # 1 MiB a sample, of which two copies at the least are alive at once and certainly no eight.
     assert 10 <= fit.micro_batch <= 30
     assert (fit.next_size.outcome, 60 % fit.next_size.micro_batch) == ("out_of_memory", 0)
-    assert asked[-1] == (fit.micro_batch, 60 // fit.micro_batch)
+    assert calls[-1] == (fit.micro_batch, 60 // fit.micro_batch)
     torch.testing.assert_close(kept, whole)
 
 

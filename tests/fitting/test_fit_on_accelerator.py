@@ -20,12 +20,12 @@ def test_the_largest_size_is_certified_on_the_card_and_the_model_comes_back() ->
     model = targets.build()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     workload = bw.Workload(model=model, batch=targets.batch, loss=targets.loss, optimizer=targets.adam)
-    found = bw.fit(workload, on=CARD, memory="512MiB", cache=False)
-    assert found.certified
-    assert found.next_size is not None
-    assert found.next_size.outcome == "out_of_memory"
-    assert found.peak_bytes is not None
-    assert found.peak_bytes.reserved is not None
+    result = bw.fit(workload, on=CARD, memory="512MiB", cache=False)
+    assert result.certified
+    assert result.next_size is not None
+    assert result.next_size.outcome == "out_of_memory"
+    assert result.peak_bytes is not None
+    assert result.peak_bytes.reserved is not None
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -34,5 +34,5 @@ def test_the_largest_size_is_certified_on_the_card_and_the_model_comes_back() ->
 @real
 def test_each_probe_of_a_target_is_a_process_of_its_own() -> None:
     assert CARD is not None
-    found = bw.fit(f"{targets.__file__}:mlp", on=CARD, memory="512MiB", limit=64, cache=False)
-    assert found.micro_batch == 64
+    result = bw.fit(f"{targets.__file__}:mlp", on=CARD, memory="512MiB", limit=64, cache=False)
+    assert result.micro_batch == 64

@@ -24,9 +24,9 @@ def workload() -> bw.Workload:
     )
 
 
-def refused(**asked: object) -> list[str]:
+def refused(**options: object) -> list[str]:
     with pytest.raises(NothingFitsError) as error:
-        bw.fit(workload(), memory="32MiB", cache=False, **asked)  # type: ignore[arg-type]
+        bw.fit(workload(), memory="32MiB", cache=False, **options)  # type: ignore[arg-type]
     return str(error.value).splitlines()
 
 
@@ -57,8 +57,8 @@ def test_an_error_at_a_later_shape_is_the_users_own_and_tells_what_was_found() -
 
     with pytest.raises(KeyError, match="a bug of mine") as error:
         bw.fit(step, shapes={"crops": [2, 16, 4, 6, 8]})
-    told = "found before that: micro-batch 4 fits at crops=2; nothing fits at crops=16; micro-batch 2 fits at crops=4"
-    assert error.value.__notes__ == [told]
+    note = "found before that: micro-batch 4 fits at crops=2; nothing fits at crops=16; micro-batch 2 fits at crops=4"
+    assert error.value.__notes__ == [note]
 
 
 def test_an_error_at_the_first_shape_has_nothing_to_tell() -> None:

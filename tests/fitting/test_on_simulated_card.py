@@ -49,37 +49,37 @@ def runs(workload: bw.Workload, micro_batch: int, total_bytes: int, **settings: 
 
 class TestTheAnswer:
     def test_it_runs_on_the_card_and_one_more_runs_out_of_memory(self) -> None:
-        found = bw.fit(make_rows(), on=CARD, memory=room(128))
-        assert found.micro_batch == bw.estimate(make_rows(), on=CARD, memory=room(128), find_max=True).max_micro_batch
-        assert found.micro_batch is not None
-        assert found.next_size is not None
-        assert (found.next_size.micro_batch, found.next_size.outcome) == (found.micro_batch + 1, "out_of_memory")
-        assert runs(make_rows(), found.micro_batch, room(128))
-        assert not runs(make_rows(), found.micro_batch + 1, room(128))
+        result = bw.fit(make_rows(), on=CARD, memory=room(128))
+        assert result.micro_batch == bw.estimate(make_rows(), on=CARD, memory=room(128), find_max=True).max_micro_batch
+        assert result.micro_batch is not None
+        assert result.next_size is not None
+        assert (result.next_size.micro_batch, result.next_size.outcome) == (result.micro_batch + 1, "out_of_memory")
+        assert runs(make_rows(), result.micro_batch, room(128))
+        assert not runs(make_rows(), result.micro_batch + 1, room(128))
 
     def test_it_is_predicted_and_nothing_needed_to_be_given_back(self) -> None:
         model = nn.Linear(64, 64, bias=False)
         before = model.weight.detach().clone()
-        found = bw.fit(make_rows(model=model), on="Tesla T4", memory=room(96), limit=4)
-        assert (found.on, found.source, found.certified) == (CARD, "predicted", False)
-        assert (found.restored.covered, found.restored.not_covered) == (("everything, as nothing ran",), ())
-        assert found.where == "on a simulated card: traced, not run"
+        result = bw.fit(make_rows(model=model), on="Tesla T4", memory=room(96), limit=4)
+        assert (result.on, result.source, result.certified) == (CARD, "predicted", False)
+        assert (result.restored.covered, result.restored.not_covered) == (("everything, as nothing ran",), ())
+        assert result.where == "on a simulated card: traced, not run"
         assert torch.equal(model.weight, before)
         assert (model.weight.device.type, model.weight.grad) == ("cpu", None)
-        assert found.to_dict()["certified"] is False
+        assert result.to_dict()["certified"] is False
 
     def test_no_time_is_told_of_what_did_not_run(self) -> None:
-        found = bw.fit(make_rows(), on=CARD, memory=room(96), limit=4)
-        assert {trial.step_seconds for trial in found.trials} == {None}
-        assert found.fastest_micro_batch is None
+        result = bw.fit(make_rows(), on=CARD, memory=room(96), limit=4)
+        assert {trial.step_seconds for trial in result.trials} == {None}
+        assert result.fastest_micro_batch is None
 
     def test_the_budget_is_the_card_without_its_context(self) -> None:
-        found = bw.fit(make_rows(), on=CARD, memory=room(96), limit=2)
-        assert found.limit_bytes == 96 * MIB
-        assert any("of which a CUDA context takes" in note for note in found.notes)
-        assert found.peak_bytes is not None
-        assert found.peak_bytes.reserved is not None
-        assert found.peak_bytes.reserved <= 96 * MIB
+        result = bw.fit(make_rows(), on=CARD, memory=room(96), limit=2)
+        assert result.limit_bytes == 96 * MIB
+        assert any("of which a CUDA context takes" in note for note in result.notes)
+        assert result.peak_bytes is not None
+        assert result.peak_bytes.reserved is not None
+        assert result.peak_bytes.reserved <= 96 * MIB
 
     def test_nothing_is_remembered_nor_recalled(self) -> None:
         trials = [len(bw.fit(make_rows(), on=CARD, memory=room(96), limit=3).trials) for _ in range(2)]
@@ -88,49 +88,49 @@ class TestTheAnswer:
 
 class TestWhatItIsToldToDo:
     def test_a_limit(self) -> None:
-        found = bw.fit(make_rows(), on=CARD, memory=room(128), limit=3)
-        assert (found.micro_batch, found.limit) == (3, 3)
+        result = bw.fit(make_rows(), on=CARD, memory=room(128), limit=3)
+        assert (result.micro_batch, result.limit) == (3, 3)
 
     def test_the_end_of_the_data(self) -> None:
         data = [torch.ones(8192, 64) for _ in range(5)]
-        found = bw.fit(make_rows(batch=None, data=data), on=CARD, memory="2GiB")
-        assert (found.micro_batch, found.limit) == (5, 5)
-        assert found.next_size is not None
-        assert found.next_size.outcome is None
+        result = bw.fit(make_rows(batch=None, data=data), on=CARD, memory="2GiB")
+        assert (result.micro_batch, result.limit) == (5, 5)
+        assert result.next_size is not None
+        assert result.next_size.outcome is None
 
     def test_powers_of_two(self) -> None:
-        found = bw.fit(make_rows(), on=CARD, memory=room(128), powers_of_two=True)
-        assert found.micro_batch is not None
-        assert found.micro_batch & (found.micro_batch - 1) == 0
-        assert not runs(make_rows(), 2 * found.micro_batch, room(128))
+        result = bw.fit(make_rows(), on=CARD, memory=room(128), powers_of_two=True)
+        assert result.micro_batch is not None
+        assert result.micro_batch & (result.micro_batch - 1) == 0
+        assert not runs(make_rows(), 2 * result.micro_batch, room(128))
 
     def test_accumulation_is_traced(self) -> None:
-        found = bw.fit(make_rows(), on=CARD, memory=room(96), accumulation=2, limit=64)
-        assert found.micro_batch is not None
-        assert {trial.accumulation for trial in found.trials} == {2}
-        assert runs(make_rows(), found.micro_batch, room(96), accumulation=2)
-        assert not runs(make_rows(), found.micro_batch + 1, room(96), accumulation=2)
+        result = bw.fit(make_rows(), on=CARD, memory=room(96), accumulation=2, limit=64)
+        assert result.micro_batch is not None
+        assert {trial.accumulation for trial in result.trials} == {2}
+        assert runs(make_rows(), result.micro_batch, room(96), accumulation=2)
+        assert not runs(make_rows(), result.micro_batch + 1, room(96), accumulation=2)
 
     def test_shapes_give_a_table(self) -> None:
-        found = bw.fit(make_rows(), on=CARD, memory=room(128), shapes={"rows": [1, 2, 4]})
-        sizes = [row.micro_batch or 0 for row in found.shapes]
+        result = bw.fit(make_rows(), on=CARD, memory=room(128), shapes={"rows": [1, 2, 4]})
+        sizes = [row.micro_batch or 0 for row in result.shapes]
         assert sizes == sorted(sizes, reverse=True)
         assert len(set(sizes)) == 3
-        assert {row.source for row in found.shapes} == {"predicted"}
-        assert not any(row.certified for row in found.shapes)
-        assert found.micro_batch == min(sizes)
+        assert {row.source for row in result.shapes} == {"predicted"}
+        assert not any(row.certified for row in result.shapes)
+        assert result.micro_batch == min(sizes)
 
     def test_evaluation_takes_more_samples(self) -> None:
-        found = bw.fit(make_rows(evaluate=lambda model, batch: model(batch)), on=CARD, memory=room(96), evaluate=True)
-        assert found.evaluation is not None
-        assert (found.evaluation.source, found.evaluation.certified) == ("predicted", False)
-        assert found.micro_batch is not None
-        assert found.evaluation.micro_batch is not None
-        assert found.evaluation.micro_batch > found.micro_batch
+        result = bw.fit(make_rows(evaluate=lambda model, batch: model(batch)), on=CARD, memory=room(96), evaluate=True)
+        assert result.evaluation is not None
+        assert (result.evaluation.source, result.evaluation.certified) == ("predicted", False)
+        assert result.micro_batch is not None
+        assert result.evaluation.micro_batch is not None
+        assert result.evaluation.micro_batch > result.micro_batch
 
     def test_a_target_is_traced_in_this_process(self) -> None:
-        found = bw.fit(f"{targets.__file__}:mlp", on=CARD, memory="2GiB", limit=4)
-        assert (found.micro_batch, found.source) == (4, "predicted")
+        result = bw.fit(f"{targets.__file__}:mlp", on=CARD, memory="2GiB", limit=4)
+        assert (result.micro_batch, result.source) == (4, "predicted")
 
 
 class TestWhatIsRefused:
@@ -173,8 +173,8 @@ def test_a_model_under_activation_checkpointing_is_fitted() -> None:
             return hidden
 
     workload = make_linear(model=Checkpointed, batch=lambda n: torch.randn(n, 512), loss=mean_square)
-    found = bw.fit(workload, on=CARD, memory=room(100), start=2048)
-    assert found.micro_batch is not None
+    result = bw.fit(workload, on=CARD, memory=room(100), start=2048)
+    assert result.micro_batch is not None
 
 
 @pytest.mark.slow
@@ -192,8 +192,8 @@ def test_one_of_several_ranks_holds_its_shard_and_fits_more() -> None:
         optimizer=lambda params: torch.optim.AdamW(params),
         wrap=sharded,
     )
-    told: dict[str, Any] = {"on": "t4-16gb", "memory": "900MiB", "limit": 2**16}
-    alone, one_of_four = bw.fit(workload, **told), bw.fit(workload, **told, devices=4)
+    options: dict[str, Any] = {"on": "t4-16gb", "memory": "900MiB", "limit": 2**16}
+    alone, one_of_four = bw.fit(workload, **options), bw.fit(workload, **options, devices=4)
     assert alone.micro_batch is not None
     assert one_of_four.micro_batch is not None
     assert one_of_four.micro_batch > alone.micro_batch
@@ -201,15 +201,15 @@ def test_one_of_several_ranks_holds_its_shard_and_fits_more() -> None:
 
 
 def test_settings_of_the_allocator_count() -> None:
-    found = bw.fit(make_linear(), on="t4-16gb", limit=8, allocator="expandable_segments:True")
-    assert found.micro_batch == 8
-    for told in ({"allocator": "expandable_segments:True"}, {"devices": 2}):
+    result = bw.fit(make_linear(), on="t4-16gb", limit=8, allocator="expandable_segments:True")
+    assert result.micro_batch == 8
+    for options in ({"allocator": "expandable_segments:True"}, {"devices": 2}):
         with pytest.raises(InvalidInputError, match="simulated card"):
-            bw.fit(make_linear(), limit=8, **told)
+            bw.fit(make_linear(), limit=8, **options)
 
 
 def test_the_three_peaks_are_told_with_their_margin() -> None:
-    found = bw.fit(make_linear(), on="t4-16gb", limit=8)
-    assert found.peak_bytes is not None
-    assert found.peak_bytes.device is not None
-    assert any("allocated" in note and "reserved" in note and "device" in note for note in found.notes)
+    result = bw.fit(make_linear(), on="t4-16gb", limit=8)
+    assert result.peak_bytes is not None
+    assert result.peak_bytes.device is not None
+    assert any("allocated" in note and "reserved" in note and "device" in note for note in result.notes)
