@@ -21,14 +21,15 @@ from batchwright.device.outcome import Outcome
 from batchwright.fitting import cache as cache_file
 from batchwright.fitting.budget import Budget
 from batchwright.fitting.cache import AnswerBook, Answers, Remembered, from_remembered
-from batchwright.fitting.fit_result import Fit, NextSize
+from batchwright.fitting.driver import find_cap, fit_shapes
+from batchwright.fitting.fit_result import Fit, NextSize, Restored
 from batchwright.fitting.request import FitRequest
 from batchwright.fitting.search import Seen, by_doubling, by_growing, by_peaks, by_powers_of_two, by_prediction
 from batchwright.targets import load_workload
 from batchwright.units import PeakBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Mapping
 
 KEY = "ab" * 32
 OTHER_KEY = "cd" * 32
@@ -453,3 +454,66 @@ def test_what_raises_on_the_way_has_no_key(tmp_path: Path) -> None:
     target = write_target(tmp_path, "helper_broken", model="1 / 0")
     assert find_key(target, "helper_broken") is None
     assert find_key(write_target(tmp_path, "helper_fine"), "helper_fine", on="no-such-device") is None
+
+
+class PretendedSteps:
+    """A prober whose steps fit up to a size."""
+
+    on, where = "cpu", "nowhere"
+
+    def __init__(self, largest: int) -> None:
+        self.largest = largest
+        self.tried: list[int] = []
+
+    def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
+        self.tried.append(micro_batch)
+        return Outcome(micro_batch, dict(shape), "fits" if micro_batch <= self.largest else "out_of_memory", None, 0.1)
+
+    def restored(self) -> Restored:
+        return Restored()
+
+
+@pytest.fixture
+def search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Fit, list[int]]]:
+    monkeypatch.setenv("BATCHWRIGHT_CACHE", str(tmp_path))
+    monkeypatch.setattr(AnswerBook, "find_key", lambda *_, **__: KEY)
+
+    def run(largest: int, **options: Any) -> tuple[Fit, list[int]]:
+        prober, request = PretendedSteps(largest), FitRequest(limit=100, **options)
+        book = AnswerBook(None, "train.py:workload", request, "")  # type: ignore[arg-type]
+        fit = fit_shapes(
+            request, prober, Budget(None), cap=find_cap(request), name="train", say=lambda _: None, book=book
+        )
+        return fit, prober.tried
+
+    return run
+
+
+def test_a_second_run_takes_one_probe_and_says_what_it_remembers(
+    search: Callable[..., tuple[Fit, list[int]]],
+) -> None:
+    first, tried = search(37)
+    assert len(tried) > 5
+    again, tried_again = search(37)
+    assert tried_again == [37]
+    assert (again.micro_batch, again.certified, again.reason) == (37, True, first.reason)
+    assert first.next_size is not None
+    assert again.next_size is not None
+    assert again.next_size.outcome == "out_of_memory"
+    assert again.next_size.why.startswith(f"{first.next_size.why} (remembered from ")
+    assert "certified by one probe" in again.notes[-1]
+
+
+def test_a_remembered_size_that_no_longer_fits_is_searched_anew_and_replaced(
+    search: Callable[..., tuple[Fit, list[int]]],
+) -> None:
+    search(37)
+    fit, tried = search(12)
+    assert (fit.micro_batch, tried[0]) == (12, 37)
+    assert "fits no more; searched anew" in fit.notes[-1]
+    assert search(12)[1] == [12]
+
+
+def test_a_search_that_ran_out_of_trials_is_not_remembered(search: Callable[..., tuple[Fit, list[int]]]) -> None:
+    assert search(37, max_trials=3)[0].micro_batch == 4
+    assert search(37)[1][0] == 1

@@ -64,12 +64,13 @@ _FREE_STEP_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class AnswerBook:
-    """Where answers for this target are looked up; `how` says how its probes run."""
+    """Where answers for this target are looked up; `where` is where its probes run."""
 
     workload: Workload
     target: str
     request: FitRequest
-    how: str
+    where: str
+    only_evaluate: bool = False
 
     def look_up(self, shape: Mapping[str, Any], on: str, budget: Budget, *, cap: int) -> RecalledAnswer:
         """Return what is remembered for a shape, which may be nothing."""
@@ -85,7 +86,7 @@ class AnswerBook:
             limit_bytes = limit_bytes // _FREE_STEP_BYTES * _FREE_STEP_BYTES
         # What does not change the answer at one shape, or is in it otherwise.
         request = replace(self.request, memory=None, margin=0.0, shapes=(), evaluate=False, isolate=None)
-        options = [repr(request), self.how, sorted(map(str, shape.items())), limit_bytes, cap]
+        options = [repr(request), self.where, self.only_evaluate, sorted(map(str, shape.items())), limit_bytes, cap]
         try:
             accelerator = None if on == "cpu" else torch.device(on)
             with (
@@ -137,21 +138,19 @@ class RecalledAnswer:
 
     def conclude(self, fit: Fit, *, is_final: bool) -> Fit:
         """Remember a new answer; complete a confirmed one by what was known of its next size; note either."""
-        if self.known is None or self.key is None:
-            note = self.answers.remember(self.key, fit) if self.key is not None and is_final else ""
-            note = note or self.note
-            return replace(fit, notes=(*fit.notes, note)) if note else fit
-        known, day = self.known, self.known.when[:10]
-        if fit.micro_batch != known.micro_batch:
-            if is_final:
-                self.answers.remember(self.key, fit)
-            note = f"micro-batch {known.micro_batch:,} of {day} fits no more; searched anew"
-            return replace(fit, notes=(*fit.notes, note))
-        note = f"remembered from {day} and certified by one probe; --no-cache searches anew"
-        next_size = fit.next_size
-        if known.next_size is not None:
-            next_size = replace(known.next_size, why=f"{known.next_size.why} (remembered from {day})")
-        return replace(fit, next_size=next_size, reason=known.reason, notes=(*fit.notes, note))
+        known, note = self.known, self.note
+        if known is not None and fit.micro_batch == known.micro_batch:
+            day, next_size = known.when[:10], known.next_size or fit.next_size
+            if known.next_size is not None:
+                next_size = replace(known.next_size, why=f"{known.next_size.why} (remembered from {day})")
+            fit = replace(fit, next_size=next_size, reason=known.reason)
+            note = f"remembered from {day} and certified by one probe; --no-cache searches anew"
+        else:
+            if self.key is not None and is_final:
+                note = self.answers.remember(self.key, fit) or note
+            if known is not None:
+                note = f"micro-batch {known.micro_batch:,} of {known.when[:10]} fits no more; searched anew"
+        return replace(fit, notes=(*fit.notes, note)) if note else fit
 
 
 def from_remembered(size: int, fallback: Callable[[], Generator[int, Seen, None]]) -> Generator[int, Seen, None]:
@@ -250,28 +249,22 @@ def _read_entry(text: bytes, key: str) -> Remembered:
         raise ValueError("it is no JSON object")
     if entry.get("schema") != _SCHEMA or entry.get("key") != key:
         raise ValueError(f"schema {shortened(entry.get('schema'))} and key {shortened(entry.get('key'))} are foreign")
-    size, when, following = _whole(entry, "micro_batch", least=1), _text(entry, "when"), entry.get("next_size")
+    size, when, reason = _field(entry, "micro_batch", int), _field(entry, "when", str), _field(entry, "reason", str)
     datetime.fromisoformat(when)
-    next_size = None
+    following, next_size = entry.get("next_size"), None
     if following is not None:
         if not isinstance(following, dict) or following.get("outcome") not in _OUTCOMES:
             raise ValueError(f"next_size is {shortened(following)}")
-        above = _whole(following, "micro_batch", least=size + 1)
-        next_size = NextSize(above, following.get("outcome"), _text(following, "why"))
-    return Remembered(size, next_size, _text(entry, "reason"), when)
+        above, why = _field(following, "micro_batch", int, least=size + 1), _field(following, "why", str)
+        next_size = NextSize(above, following.get("outcome"), why)
+    return Remembered(size, next_size, reason, when)
 
 
-def _whole(entry: Mapping[str, Any], name: str, *, least: int) -> int:
+def _field(entry: Mapping[str, Any], name: str, kind: type, *, least: int = 1) -> Any:
     value = entry.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST_COUNT:
-        raise ValueError(f"{name} is {shortened(value)}, expected a whole number of at least {least:,}")
-    return value
-
-
-def _text(entry: Mapping[str, Any], name: str) -> str:
-    value = entry.get(name)
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is {shortened(value)}, expected text")
+    # Not isinstance: True is no size.
+    if type(value) is not kind or (isinstance(value, int) and not least <= value <= LARGEST_COUNT):
+        raise ValueError(f"{name} is {shortened(value)}")
     return value
 
 

@@ -173,7 +173,7 @@ class FitTask:
         part = job.select_part(self.workload)
         book = None
         if self.request.cache and is_predicted and self.work.target is not None:
-            book = AnswerBook(part, self.work.target, self.request, f"{prober.where} {job.only_evaluate=}")
+            book = AnswerBook(part, self.work.target, self.request, prober.where, job.only_evaluate)
         return fit_shapes(
             self.request,
             prober,
