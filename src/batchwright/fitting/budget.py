@@ -129,7 +129,7 @@ def open_budget(
         if not can_limit():
             notes.append("this system keeps no limit on memory: the bytes of tensors were counted instead")
     if wanted is not None and free is not None and wanted > free:
-        notes.append(f"{format_bytes(wanted)} were asked for, but only {format_bytes(free)} can be taken here")
+        notes.append(f"{format_bytes(wanted)} were requested, but only {format_bytes(free)} are available here")
         wanted = free
         was_asked = False
     is_tight = wanted is not None or on != "cpu" or room_under_the_limit() is not None

@@ -1,7 +1,7 @@
 """The other side of a probe in a process of its own: `python -m batchwright.fitting.child JOB ANSWER`.
 
 Promises:
-- the answer is written whole or not at all, so that whoever started this can tell an end from a crash;
+- the answer is written whole or not at all, so that the process that started this can tell an end from a crash;
 - it does not outlive the process that started it;
 - what the user's code prints stays out of the answer.
 """
@@ -104,14 +104,14 @@ def main() -> None:
 
 def write_report(report: ProbeReport, place: str) -> None:
     """Write the report, if none was written, and end the process."""
-    # The thread that watches over ranks writes one where the main thread hangs.
+    # The thread that watches over ranks writes one if the main thread hangs.
     if _is_written.acquire(blocking=False):
         scratch = Path(f"{place}.part")
         scratch.write_text(json.dumps(report.to_dict()))
         scratch.rename(place)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not a plain exit: torch's own clean-up can crash where memory is scarce, and can wait for other ranks
+        # Not a plain exit: torch's own clean-up can crash if memory is scarce, and can wait for other ranks
         # for ever.
         os._exit(0)
     time.sleep(60)  # another thread is about to end the process
@@ -127,7 +127,7 @@ def load_job(job: Job) -> Workload:
 
 
 def run_job(job: Job, on_failure: Callable[[RankFailure], None]) -> Outcome:
-    """Load the workload and run its probe in this process; `on_failure` is called where child ranks hang."""
+    """Load the workload and run its probe in this process; `on_failure` is called if child ranks hang."""
     from batchwright.device.device import open_limited
     from batchwright.device.host import live_bytes
     from batchwright.device.step import StepSettings

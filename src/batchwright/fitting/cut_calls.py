@@ -63,7 +63,7 @@ class CutCalls:
             self._keep.restore()
 
     def notes(self, size: int) -> list[str]:
-        """What has to be said about the call at the answer."""
+        """Return notes on the call at the answer."""
         steps = self._seen[size]
         if steps.count == 0:
             return ["no optimizer of torch stepped, so each probing call ran to the function's end"]
@@ -135,7 +135,7 @@ class CountedSteps:
             raise _SecondStepDone(self)
 
     def seconds(self) -> tuple[float, ...]:
-        """Seconds of each step; of the whole call where there was none."""
+        """Seconds of each step; of the whole call if there was none."""
         times = self._times if self.count else [*self._times, time.perf_counter()]
         return tuple(later - earlier for earlier, later in itertools.pairwise(times))
 
@@ -159,7 +159,7 @@ def run_until_second_step(function: Callable[[], object], steps: CountedSteps) -
         function()
         steps.was_caught |= steps.is_enough
     except _SecondStepDone as end:
-        # Another one's, where decorated functions call each other.
+        # Another one's, if decorated functions call each other.
         if end.steps is not steps:
             raise
     except Exception as error:

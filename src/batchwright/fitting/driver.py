@@ -124,7 +124,7 @@ def run_series(
     is_stepwise: bool = False,
     tells_what_ran: bool = True,
 ) -> Series:
-    """Run a search to its end, or to `max_trials`; `is_stepwise` where sizes between those tried are not wanted."""
+    """Run a search to its end, or to `max_trials`; `is_stepwise` if sizes between those tried are not wanted."""
     trials: list[Outcome] = []
     size = next(search, None)
     while size is not None and len(trials) < max_trials:
@@ -145,7 +145,7 @@ def run_series(
 
 def raise_failure(outcome: Outcome, *, ran: Sequence[int] = ()) -> None:
     """Raise what the user's step raised, and say which sizes had run before."""
-    message = outcome.traceback or outcome.error or "the step failed and left no word."
+    message = outcome.traceback or outcome.error or "the step failed without a message."
     error = outcome.exception if outcome.exception is not None else StepFailedError(message)
     if ran:
         sizes = ", ".join(f"{size:,}" for size in sorted(ran))
@@ -208,22 +208,23 @@ def refuse(fit: Fit, forecast: Forecast) -> Refusal:
     tried = min((t for t in trials if not t.is_too_small), key=lambda trial: trial.micro_batch, default=smallest)
     details = [list_trials(trials, tried)]
     if too_small is not None:
-        details.append(f"micro-batch {too_small.micro_batch} is no way out: {too_small.error}")
-    parts = forecast.parts_needed(tried.micro_batch)
+        details.append(f"micro-batch {too_small.micro_batch} cannot run either: {too_small.error}")
+    parts = forecast.describe_need(tried.micro_batch)
     if tried.doubt:
         parts.append(f"doubt: {tried.doubt}")
     return Refusal(
         shape=name_shape(fit.shape),
         micro_batch=tried.micro_batch,
-        need_bytes=forecast.need(tried.micro_batch),
+        need_bytes=forecast.predict_need(tried.micro_batch),
         details=(*details, *parts),
-        remedy=forecast.remedy() or "more memory, a smaller model or shape, or an optimizer that keeps less state",
+        remedy=forecast.suggest_remedy(),
     )
 
 
 def list_trials(trials: Sequence[Outcome], smallest: Outcome) -> str:
     """Say what was tried, and how the smallest size ended."""
-    return f"tried {', '.join(f'{trial.micro_batch:,}' for trial in trials)}; the smallest said: {smallest.error}"
+    tried = ", ".join(f"{trial.micro_batch:,}" for trial in trials)
+    return f"tried {tried}; the smallest failed with: {smallest.error}"
 
 
 def nothing_fits(refusals: Sequence[Refusal], *, on: str, budget: Budget) -> NothingFitsError:
@@ -344,7 +345,7 @@ class _Driver:
             next_size=series.next_size,
             reason=series.reason,
             shape=dict(shape),
-            line=self.forecast.line(series.micro_batch, series.trials),
+            line=self.forecast.draw_line(series.micro_batch, series.trials),
             restored=self.prober.restored(),
             where=self.prober.where,
             notes=(*self.budget.notes, *_doubts(series)),
@@ -354,7 +355,7 @@ class _Driver:
     def _search(self, shape: Mapping[str, Any]) -> Generator[int, Seen, None]:
         request, cap, limit_bytes = self.request, self.cap.size, self.budget.probe_bytes
         if request.powers_of_two:
-            return by_powers_of_two(cap, start=request.start or self.forecast.first_guess(cap) or 1)
+            return by_powers_of_two(cap, start=request.start or self.forecast.guess_largest(cap) or 1)
         if request.scale is not None:
             assert request.limit is not None
             return by_growing(request.scale.start(request.limit, shape), cap)
@@ -365,7 +366,7 @@ class _Driver:
         predicted = by_prediction(
             cap,
             limit_bytes,
-            self.forecast.peak,
+            self.forecast.predict,
             allowance=self.forecast.allowance,
             resolution=_RESOLUTION_BYTES if self.budget.is_host else 0,
         )
@@ -373,14 +374,14 @@ class _Driver:
 
     def _search_unpredicted(self) -> Generator[int, Seen, None]:
         limit_bytes = self.budget.probe_bytes
-        # If nobody set a budget, a limit that far out is no help: a step that merely raises moves no peak at all.
+        # If nobody set a budget, a limit that far out is no help: a step that only raises moves no peak at all.
         if limit_bytes is not None and self.budget.is_tight:
             return by_peaks(self.cap.size, limit_bytes, noise=_NOISE_BYTES)
         return by_doubling(self.cap.size)
 
 
 def _doubts(series: Series) -> list[str]:
-    """Say so where a step seems to do nothing with its size."""
+    """Note a step that seems to do nothing with its size."""
     peaks = {t.micro_batch: peak for t in series.trials if t.fits and (peak := limited_peak(t)) is not None}
     if not peaks or max(peaks) < 64 * min(peaks) or peaks[max(peaks)] > peaks[min(peaks)] + _NOISE_BYTES:
         return []

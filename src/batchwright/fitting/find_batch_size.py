@@ -139,7 +139,7 @@ class Sizes:
         return 1 if self.effective is None else self.effective // size
 
     def above(self, size: int) -> int:
-        """The next size that may be passed; one more sample where there is none."""
+        """The next size that may be passed; one more sample if there is none."""
         return _next_above(self.allowed, size)
 
     def search(self, *, start: int) -> Generator[int, Seen, None]:
@@ -160,7 +160,7 @@ class Sizes:
         return replace(series, above=above, stop=stop)
 
     def notes(self, size: int) -> list[str]:
-        """What has to be said where the next divisor is far above the answer."""
+        """Note a next divisor that is far above the answer."""
         above = self.above(size)
         if self.effective is None or above <= 2 * size or size == self.effective:
             return []
@@ -273,10 +273,14 @@ def find_batch_size(
     >>> train.last_fit.next_size.outcome
     'out_of_memory'
 
-    The function's first parameter is the batch size; callers leave it out. A second one named `accumulation` receives
-    as many micro-batches as keep the effective batch (`effective_batch`, default `starting_batch_size`), of which then
-    only divisors are tried. `on` is the device whose memory decides, by default the accelerator of this machine, or the
-    CPU where there is none; `memory` a budget such as "16GiB", and `limit` the largest size to try (8,192 unless said).
+    The function's first parameter is the batch size; callers leave it out. If it has one named `accumulation`, that is
+    the number of micro-batches that keeps the effective batch, and only divisors of the effective batch are tried.
+
+    - `effective_batch`: the batch to keep (default: `starting_batch_size`).
+    - `on`: the device whose memory decides (default: the accelerator of this machine, or cpu).
+    - `memory`: a budget such as "16GiB" (default: what is free); `margin`: the share of it to keep free.
+    - `limit`: the largest size to try (default: 8,192). `max_trials`: how many sizes to try at most.
+    - `progress`: called with a line of text per event.
     """
     options = FinderOptions(on, memory, limit, effective_batch, max_trials, margin, progress)
     decorate = functools.partial(BatchSizeFinder, start=starting_batch_size, options=options)

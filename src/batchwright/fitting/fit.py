@@ -1,9 +1,9 @@
 """`fit`: the largest micro-batch that fits, found in a few probes and certified by running.
 
 Promises:
-- the answer ran full steps on the device, within the budget; what the next size did is said, or why it was not tried;
+- the answer ran full steps on the device, within the budget; it says what the next size did, or why it was not tried;
 - what is the user's comes back as it was, whatever happens;
-- where the peak can be predicted, two to four probes; where only yes or no is known, doubling and halving.
+- if the peak can be predicted, two to four probes; if only yes or no is known, doubling and halving.
 """
 
 from __future__ import annotations

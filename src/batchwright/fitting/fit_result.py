@@ -1,7 +1,7 @@
 """`Fit`: the largest micro-batch that ran, and the evidence for it.
 
 Promises:
-- the micro-batch is one that ran full steps; the next size is said to have failed, or why it was not tried;
+- the micro-batch is one that ran full steps; the next size failed, or it says why that was not tried;
 - every probe is listed, in the order they ran;
 - with several shapes, each has a `Fit` of its own and the outer one speaks for the smallest.
 """
@@ -47,7 +47,7 @@ class MemoryLine:
 
 @dataclass(frozen=True)
 class Restored:
-    """What was given back as it was found, and what could not be looked after."""
+    """What was restored, and what could not be."""
 
     covered: tuple[str, ...] = ()
     not_covered: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class Fit(PrintedResult):
 
     @property
     def peak_bytes(self) -> PeakBytes | None:
-        """The peak measured at the answer; None where nothing fits, or where the device does not tell."""
+        """The peak measured at the answer; None if nothing fits, or the device does not measure it."""
         return self._trial.peak_bytes if self._trial is not None else None
 
     @property

@@ -67,7 +67,7 @@ class Forecast:
             return False
         self._say("predicting from traces")
         try:
-            self.peak(1)
+            self.predict(1)
         except CannotPredictError:
             return False
         return True
@@ -77,20 +77,20 @@ class Forecast:
         """Whether something of this shape has been predicted."""
         return bool(self._seen)
 
-    def peak(self, micro_batch: int) -> int:
-        """Predicted bytes at a size; a trace that fails there is a `CannotPredictError`."""
+    def predict(self, micro_batch: int) -> int:
+        """Return the bytes at a size; a trace that fails there is a `CannotPredictError`."""
         try:
-            return self._broken_down(micro_batch).peak_bytes
+            return self._break_down(micro_batch).peak_bytes
         except Exception as error:
             # Whatever it is, a probe at that size will say it better: it has real values and the user's own traceback.
             raise CannotPredictError(f"the trace failed at micro-batch {micro_batch:,}") from error
 
-    def first_guess(self, cap: int) -> int | None:
-        """The largest size that should fit by prediction alone; None where nothing can be said."""
+    def guess_largest(self, cap: int) -> int | None:
+        """Return the largest size that should fit by prediction alone; None if nothing can be predicted."""
         if self._limit_bytes is None or not self.is_possible():
             return None
         try:
-            return Curve(self.peak, cap=cap).roughly_within(self._limit_bytes - self.allowance) or None
+            return Curve(self.predict, cap=cap).roughly_within(self._limit_bytes - self.allowance) or None
         except CannotPredictError:
             return None
 
@@ -102,9 +102,9 @@ class Forecast:
             size, peak = max(known)
             assert peak is not None
             # Rounding differs from shape to shape: a little more, so that the first probe still fits.
-            self.allowance = max(0, math.ceil(1.02 * (peak - self.peak(size))))
+            self.allowance = max(0, math.ceil(1.02 * (peak - self.predict(size))))
 
-    def line(self, micro_batch: int | None, trials: Sequence[Outcome]) -> MemoryLine | None:
+    def draw_line(self, micro_batch: int | None, trials: Sequence[Outcome]) -> MemoryLine | None:
         """Return the line near the answer: its slope from the trace if there is one, else from two probes."""
         peaks = {t.micro_batch: peak for t in trials if t.fits and (peak := limited_peak(t)) is not None}
         if micro_batch is None or micro_batch not in peaks:
@@ -122,32 +122,32 @@ class Forecast:
         if not self._seen or half == 0:
             return None
         try:
-            return (self.peak(micro_batch) - self.peak(half)) / (micro_batch - half)
+            return (self.predict(micro_batch) - self.predict(half)) / (micro_batch - half)
         except CannotPredictError:
             return None
 
-    def need(self, micro_batch: int) -> float:
-        """Predicted bytes at a size; infinite where they cannot be told."""
+    def predict_need(self, micro_batch: int) -> float:
+        """Return the bytes at a size; infinite if they are not known."""
         try:
-            return self.peak(micro_batch) if self.is_known else math.inf
+            return self.predict(micro_batch) if self.is_known else math.inf
         except CannotPredictError:
             return math.inf
 
-    def parts_needed(self, micro_batch: int) -> list[str]:
-        """Say what a size needs, by parts; nothing where it cannot be predicted."""
-        if self.need(micro_batch) == math.inf:
+    def describe_need(self, micro_batch: int) -> list[str]:
+        """Say what a size needs, by parts; nothing if it cannot be predicted."""
+        if self.predict_need(micro_batch) == math.inf:
             return []
-        needed = self._broken_down(micro_batch)
+        needed = self._break_down(micro_batch)
         parts = ", ".join(f"{part} {format_bytes(n)}" for part, n in sorted(needed.parts.items(), key=lambda p: -p[1]))
         return [f"predicted need {format_bytes(needed.peak_bytes)}: {parts}"]
 
-    def remedy(self) -> str:
-        """What would help, where that can be said."""
+    def suggest_remedy(self) -> str:
+        """Return what would help."""
         if not self._seen:
-            return ""
+            return "more memory, a smaller model or shape, or an optimizer that keeps less state"
         return "an estimate with --what-if (what_if=True) prints what each change of the set-up would save"
 
-    def _broken_down(self, micro_batch: int) -> Breakdown:
+    def _break_down(self, micro_batch: int) -> Breakdown:
         if micro_batch not in self._seen:
             assert self._workload is not None
             try:
@@ -163,6 +163,6 @@ class Forecast:
                 if not is_too_small(error):
                     raise
                 # One sample is too few for BatchNorm; two need hardly more.
-                return self._broken_down(micro_batch + 1)
+                return self._break_down(micro_batch + 1)
             self._seen[micro_batch] = break_down(traced.log)
         return self._seen[micro_batch]

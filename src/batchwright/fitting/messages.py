@@ -2,7 +2,7 @@
 
 Promises:
 - `from_dict(json.loads(json.dumps(record.to_dict())))` is the record again;
-- of what may be said (an outcome, an error, an interrupt; a job, an answer) exactly one is said.
+- a report is an outcome, an error or an interrupt, an instruction a job, an answer or an error: exactly one of them.
 """
 
 from __future__ import annotations

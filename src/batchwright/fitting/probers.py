@@ -65,7 +65,7 @@ class Prober(Protocol):
         """Run one probe."""
 
     def restored(self) -> Restored:
-        """What was given back as it was found."""
+        """What was restored."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class InChild:
 
 
 class InProcess:
-    """Probes of a workload in this process; what is live in it is given back."""
+    """Probes of a workload in this process; what is live in it is restored."""
 
     where = "in this process"
 
@@ -119,7 +119,7 @@ class InProcess:
             return device.probe(self._workload, micro_batch, settings)
 
     def restored(self) -> Restored:
-        """What was given back as it was found."""
+        """What was restored."""
         return Restored(self._keep.covered, (*self._keep.not_kept, BEYOND_REACH))
 
     def give_back(self) -> None:
@@ -130,7 +130,7 @@ class InProcess:
 
 
 class PlainStep:
-    """Probes of a function of n that trains by itself; what of its state can be found is given back."""
+    """Probes of a function of n that trains by itself; what of its state can be found is restored."""
 
     where = "in this process"
 
@@ -160,11 +160,11 @@ class PlainStep:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What has to be said about the step."""
-        return () if self._has_worked else ("the step ran no operator of torch: all that is known is that it returned",)
+        """Notes on the step."""
+        return () if self._has_worked else ("the step ran no operator of torch; all that is known is that it returned",)
 
     def restored(self) -> Restored:
-        """What was given back as it was found."""
+        """What was restored."""
         unknown = (
             () if self._has_state else ("a model or optimizer that the step reaches: none was found, hand in state=",)
         )

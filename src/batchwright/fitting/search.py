@@ -69,7 +69,7 @@ class Bounds:
             self.peaks[seen.micro_batch] = seen.peak
 
     def inside(self, size: int) -> int:
-        """Return the size, moved into the gap where it is not."""
+        """Return the size, moved into the gap if it is outside."""
         return min(max(size, self.low + 1), self.high - 1)
 
     def middle(self) -> int:
@@ -177,7 +177,7 @@ def _line(peaks: dict[int, int], noise: int) -> tuple[int, int] | None:
     return (below, largest) if below and peaks[largest] > peaks[below] + noise else None
 
 
-# So many probes find a line's end where runs of one size do not differ.
+# So many probes find a line's end if runs of one size do not differ.
 _ENOUGH_PROBES = 4
 
 

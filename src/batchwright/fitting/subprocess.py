@@ -1,8 +1,8 @@
-"""A probe in a fresh process: loads the target itself, runs under the limit, and cannot hurt the one that asked.
+"""A probe in a fresh process: loads the target itself, runs under the limit, and cannot hurt the one that started it.
 
 Promises:
 - never a fork: a process that has run torch cannot be forked safely;
-- a child that is killed or crashes is an outcome, not an error of ours; one that is told to end is neither an outcome
+- a child that is killed or crashes is an outcome, not an error of ours; one that somebody ends is neither an outcome
   nor the user's mistake;
 - an interrupt ends the child too.
 """
@@ -38,7 +38,7 @@ _POLL_SECONDS = 0.02
 CRASHED = "crashed"
 # The rule of a probe that was ended because it had no point any more.
 STOPPED = "stopped"
-# Signals that a process ends by where memory cannot be had and nobody looked: no null check, an exception in a thread.
+# Signals that end a process if memory cannot be had and nobody checked: no null check, an exception in a thread.
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 # Signals that somebody else sends to have a process end.
 _FROM_OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -124,7 +124,7 @@ _SECONDS = 20.0
 
 @dataclass(frozen=True)
 class LongestFirst:
-    """Numbers of samples, longest first; None where all that were read are equally long, so that any will do."""
+    """Numbers of samples, longest first; None if all that were read are equally long, so that any will do."""
 
     order: tuple[int, ...] | None
     note: str
