@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import BatchwrightError, RankFailedError, StepFailedError
 from batchwright.fitting.fit_result import Restored
-from batchwright.fitting.messages import Instruction, Job, ProbeReport, Rendezvous
-from batchwright.fitting.subprocess import STOPPED, probe_in_child
+from batchwright.fitting.messages import STOPPED, Instruction, Job, ProbeReport, Rendezvous
+from batchwright.fitting.probers import probe_in_child
 from batchwright.ranks.meeting import failure_of, is_consequence
 from batchwright.units import PeakBytes
 

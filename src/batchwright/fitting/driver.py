@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from batchwright.errors import NothingFitsError, StepFailedError
 from batchwright.fitting.fit_result import Fit, NextSize, limited_peak, name_shape
 from batchwright.fitting.forecast import Forecast
+from batchwright.fitting.messages import CRASHED
 from batchwright.fitting.search import (
     Seen,
     by_doubling,
@@ -32,7 +33,6 @@ from batchwright.fitting.search import (
     by_prediction,
     fall_back,
 )
-from batchwright.fitting.subprocess import CRASHED
 from batchwright.units import format_bytes
 
 if TYPE_CHECKING:

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
     from batchwright.workload import Workload
 
+# The rule of a probe whose process crashed under a limit.
+CRASHED = "crashed"
+# The rule of a probe that was ended because it had no point any more.
+STOPPED = "stopped"
+
 
 @dataclass(frozen=True)
 class Rendezvous:

@@ -3,13 +3,22 @@
 Promises:
 - in this process, everything that is the user's comes back after each probe, however it ended;
 - a plain step is called once per probe;
+- a fresh process is never a fork: one that has run torch cannot be forked safely. It loads the target itself and runs
+  under the limit; one that is killed or crashes is an outcome, not an error of ours, one that somebody ends is neither
+  an outcome nor the user's mistake; an interrupt ends it too;
 - on a simulated card the search is the same as on a real device, and so is what ends it: `torch.OutOfMemoryError`;
   nothing runs there, so nothing is certified and nothing of the user's is touched.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,27 +29,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batchwright.catalogue.cards import context_of
 from batchwright.device.device import open_device, open_limited
 from batchwright.device.host import clear_kernel_buffers, live_bytes
-from batchwright.device.outcome import judge
-from batchwright.device.process_memory import give_back
+from batchwright.device.out_of_memory import find_rule
+from batchwright.device.outcome import Outcome, judge
+from batchwright.device.process_memory import PINNED_ENVIRONMENT, give_back
 from batchwright.device.step import StepSettings, build_model, build_optimizers, build_scaler
-from batchwright.errors import NothingFitsError
+from batchwright.errors import BatchwrightError, NothingFitsError
 from batchwright.fitting.budget import Budget, FirstCosts
 from batchwright.fitting.fit_result import Restored
-from batchwright.fitting.subprocess import probe_in_child
+from batchwright.fitting.messages import CRASHED, STOPPED, ProbeReport
 from batchwright.fitting.work import refuse_spread
 from batchwright.memory.estimate import without_torchs_own_log
 from batchwright.memory.on_card import upper_on_card
 from batchwright.simulated.card import SimulatedCard
 from batchwright.state.held_objects import held_objects
+from batchwright.state.interrupts import temporary_folder, uninterrupted
 from batchwright.state.untouched import BEYOND_REACH
 from batchwright.trace.run import trace_workload
 from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
 
     from batchwright.catalogue.cards import Card
-    from batchwright.device.outcome import Outcome
     from batchwright.fitting.fit_result import Fit
     from batchwright.fitting.messages import Job
     from batchwright.fitting.request import FitRequest
@@ -87,6 +98,110 @@ class InChild:
     def restored(self) -> Restored:
         """Nothing of this process was touched."""
         return Restored(("everything, as the probes ran in processes of their own",), ())
+
+
+# How often a parent looks whether its child has ended.
+_POLL_SECONDS = 0.02
+# Signals that end a process if memory cannot be had and nobody checked: no null check, an exception in a thread.
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+# Signals that somebody else sends to have a process end.
+_FROM_OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass
+class Child:
+    """One running probe."""
+
+    job: Job
+    folder: Path
+    process: subprocess.Popen[bytes]
+    started: float
+
+    @staticmethod
+    def start(job: Job, folder: Path) -> Child:
+        """Start a process that runs the job; its files are put into the folder, which must be empty."""
+        (folder / "job.json").write_text(json.dumps(job.to_dict()))
+        # Its own session: Ctrl-C at the terminal reaches us alone, and we end the child and all that it started.
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "batchwright.fitting.child", str(folder / "job.json"), str(folder / "answer")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **PINNED_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                start_new_session=True,
+            )
+        return Child(job, folder, process, time.perf_counter())
+
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        return self.process.poll() is not None
+
+    def kill(self) -> None:
+        """End it and everything it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def outcome(self) -> Outcome:
+        """Read how it ended."""
+        answer = self.folder / "answer"
+        if answer.exists():
+            return ProbeReport.from_dict(json.loads(answer.read_text())).unwrap()
+        return self._died()
+
+    def _died(self) -> Outcome:
+        code = self.process.returncode
+        output = (self.folder / "log").read_text(errors="replace")[-4000:].strip()
+        job = self.job
+        ended = Outcome(
+            job.micro_batch,
+            job.shape,
+            "failed",
+            None,
+            time.perf_counter() - self.started,
+            accumulation=job.accumulation,
+        )
+        rule = find_rule(RuntimeError(output))
+        if code == -signal.SIGKILL:
+            message = "the process was killed, as the system does when memory runs out"
+            return replace(ended, verdict="out_of_memory", rule="killed", error=message)
+        if rule is not None and code != 0:
+            return replace(ended, verdict="out_of_memory", rule=rule.name, error=output.splitlines()[-1])
+        if -code in _CRASHES and job.limit_bytes is not None:
+            name = signal.Signals(-code).name
+            message = f"the process ended by {name} under its limit"
+            doubt = "a crash that has nothing to do with memory ends the same way"
+            return replace(
+                ended, verdict="out_of_memory", rule=CRASHED, error=message, doubt=doubt, traceback=output or None
+            )
+        if -code in _FROM_OUTSIDE:
+            raise BatchwrightError(
+                f"the process that ran micro-batch {job.micro_batch:,} was ended by {signal.Signals(-code).name}: that "
+                "says nothing of your step or of the memory.",
+                remedy="the same again, once whatever ends processes here (a scheduler, a time limit) lets it run",
+            )
+        message = f"the process ended with code {code} and no answer"
+        return replace(ended, error=message, traceback=f"{output}\n{message}".strip())
+
+
+def probe_in_child(job: Job, *, until: Callable[[], bool] | None = None) -> Outcome:
+    """Run one probe in a fresh process and wait for its end; `until` may say that waiting has no point any more."""
+    with temporary_folder() as folder:
+        child: Child | None = None
+        try:
+            with uninterrupted():
+                child = Child.start(job, folder)
+            while not child.has_ended():
+                if until is not None and until():
+                    child.kill()
+                    return replace(child.outcome(), verdict="failed", rule=STOPPED, error="stopped from outside")
+                time.sleep(_POLL_SECONDS)
+        finally:
+            if child is not None and not child.has_ended():
+                with uninterrupted():
+                    child.kill()
+        return child.outcome()
 
 
 class InProcess:
