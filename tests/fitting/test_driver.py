@@ -64,6 +64,13 @@ def test_powers_of_two_say_why_the_next_size_was_not_tried() -> None:
     assert "only powers of two" in result.next_size.why
 
 
+def test_powers_of_two_that_all_fit_are_ended_by_the_limit() -> None:
+    options = {"cap": Cap(100, Cause.LIMIT), "max_trials": 40, "say": lambda _: None, "is_stepwise": True}
+    result = run_series(by_powers_of_two(100), up_to(1000), **options)  # type: ignore[arg-type]
+    assert (result.micro_batch, result.reason) == (64, "the limit is 100")
+    assert (result.next_size.micro_batch, result.next_size.why) == (128, "not tried: the limit is 100")
+
+
 def test_a_bug_surfaces_at_once_with_its_own_exception() -> None:
     def probe(size: int) -> Outcome:
         return outcome(size, "failed", exception=KeyError("mine"), traceback="...")

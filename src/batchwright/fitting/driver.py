@@ -176,8 +176,9 @@ def describe(outcome: Outcome) -> str:
 def _conclude(trials: list[Outcome], cap: Cap, *, unfinished: bool, max_trials: int, is_stepwise: bool) -> Series:
     smallest_failure = min((t.micro_batch for t in trials if t.verdict == "out_of_memory"), default=cap.size + 1)
     answer = max((t.micro_batch for t in trials if t.fits and t.micro_batch < smallest_failure), default=None)
-    above = (answer or 0) + 1
     failed = next((t for t in trials if t.micro_batch == smallest_failure), None)
+    has_no_step_left = is_stepwise and failed is None and answer is not None and not unfinished
+    above = 2 * (answer or 0) if has_no_step_left else (answer or 0) + 1
     if above > cap.size:
         stop = Stop(cap.cause, cap.size)
     elif failed is None or (above < smallest_failure and unfinished):
