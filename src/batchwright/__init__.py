@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from batchwright.memory.estimate import estimate
     from batchwright.memory.estimate_result import Estimate
     from batchwright.memory.recommend import Recommendation, recommend
-    from batchwright.noise.best_batch import best_batch
     from batchwright.noise.branches import measure_critical_batch
     from batchwright.noise.noise_scale import NoiseScale
     from batchwright.noise.ramp import BatchRamp
     from batchwright.planning.advice import Advice, advise
     from batchwright.planning.config_check import ConfigCheck, check_config
+    from batchwright.planning.critical_batch import CriticalBatch
     from batchwright.planning.plan import Plan, plan
+    from batchwright.planning.soonest import best_batch
     from batchwright.sampler.pack import pack
     from batchwright.sampler.token_batch_sampler import TokenBatchSampler
     from batchwright.tuning.tune import Tuned, tune
@@ -49,6 +50,7 @@ __all__ = [
     "BatchwrightError",
     "CachedLoss",
     "ConfigCheck",
+    "CriticalBatch",
     "Estimate",
     "Fit",
     "LossTerm",
@@ -81,6 +83,7 @@ _HOMES = {
     "BatchwrightError": "errors",
     "CachedLoss": "accumulate.cached_loss",
     "ConfigCheck": "planning.config_check",
+    "CriticalBatch": "planning.critical_batch",
     "Estimate": "memory.estimate_result",
     "Fit": "fitting.fit_result",
     "LossTerm": "accumulate.loss_terms",
@@ -92,7 +95,7 @@ _HOMES = {
     "Workload": "workload",
     "advise": "planning.advice",
     "audit": "integrations.audit",
-    "best_batch": "noise.best_batch",
+    "best_batch": "planning.soonest",
     "check_config": "planning.config_check",
     "estimate": "memory.estimate",
     "find_batch_size": "fitting.find_batch_size",

@@ -17,8 +17,8 @@ from torch.utils.tensorboard import SummaryWriter
 from batchwright.accumulate.accumulator import Accumulator
 from batchwright.errors import InvalidInputError
 from batchwright.integrations.trackers import KEYS, TrackerWarning, batch_metrics, effective_batch_text, tracker_for
-from batchwright.noise.critical_batch import CriticalBatch
 from batchwright.noise.noise_scale import NoiseScale
+from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.planning.plan import plan
 from batchwright.sampler.pack import pack
 from batchwright.sampler.token_batch_sampler import TokenBatchSampler

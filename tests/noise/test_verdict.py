@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.errors import InvalidInputError
-from batchwright.noise.critical_batch import CriticalBatch
 from batchwright.noise.noise_result import POSITIONS, judge
+from batchwright.planning.critical_batch import CriticalBatch
 
 sizes = st.floats(0.1, 1e6)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from batchwright.noise.best_batch import best_batch
 from batchwright.planning.dialects import FRAMEWORKS
+from batchwright.planning.soonest import best_batch
 from batchwright.tuning.recommendation import advise_run
 from batchwright.tuning.request import Ask
 from batchwright.tuning.run_file import Known

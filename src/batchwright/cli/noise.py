@@ -40,7 +40,7 @@ def command(target: str, as_json: bool, **options: Any) -> int:
     torchrun --nproc-per-node 2 -m batchwright noise train.py:workload
     """
     from batchwright.cli.estimate import parse_shape
-    from batchwright.noise.best_batch import parse_step_times
+    from batchwright.planning.soonest import parse_step_times
     from batchwright.targets import find_target
 
     shape = parse_shape(options.pop("shapes"))

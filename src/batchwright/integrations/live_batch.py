@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from batchwright.auditing.audit_result import Audit
     from batchwright.integrations.trackers import Tracker
-    from batchwright.noise.critical_batch import CriticalBatch
+    from batchwright.planning.critical_batch import CriticalBatch
 
 
 class LiveBatch:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.accumulate.window import Step
 from batchwright.errors import InvalidInputError
-from batchwright.noise.critical_batch import CriticalBatch
+from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.planning.plan import Plan
 from batchwright.units import shortened, whole_number
 
@@ -47,7 +47,7 @@ def batch_metrics(*results: Any, devices: int | None = None) -> dict[str, float]
     """Return the `batch/*` metrics that some results know of; where two know the same, the later one has its say.
 
     >>> from batchwright.planning.plan import plan
-    >>> from batchwright.noise.critical_batch import CriticalBatch
+    >>> from batchwright.planning.critical_batch import CriticalBatch
     >>> batch_metrics(plan(64, micro_batch=8, devices=2))
     {'batch/micro': 8, 'batch/accumulation': 4, 'batch/effective': 64}
     >>> batch_metrics(CriticalBatch(212.0, 168.0, math.inf, unit="samples", observations=9))

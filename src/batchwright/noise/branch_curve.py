@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchwright.errors import InvalidInputError
-from batchwright.noise.critical_batch import CriticalBatch
 from batchwright.noise.interval import LEAST_OBSERVATIONS, fieller
+from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.printed_result import PrintedResult
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from batchwright.units import counted, shortened, whole_number
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from batchwright.noise.critical_batch import CriticalBatch
+    from batchwright.planning.critical_batch import CriticalBatch
     from batchwright.workload import Workload
 
     Curve = list[tuple[int, float]]

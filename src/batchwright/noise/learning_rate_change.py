@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
-from batchwright.noise.efficiency import Range, checked_batch, over_interval
+from batchwright.planning.critical_batch import Range, checked_batch, over_interval
 from batchwright.planning.learning_rate import checked_learning_rate, rule_for
 from batchwright.units import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchwright.noise.critical_batch import CriticalBatch
+    from batchwright.planning.critical_batch import CriticalBatch
 
 
 # A second moment of squared gradients with a decay of its own. Marek et al. changed it for Adam; the others share the
@@ -130,7 +130,7 @@ def learning_rate_change(
 ) -> LearningRateChange:
     """Say how the settings of an optimizer follow the batch, both batches in the unit of the critical one.
 
-    >>> from batchwright.noise.critical_batch import CriticalBatch
+    >>> from batchwright.planning.critical_batch import CriticalBatch
     >>> bc = CriticalBatch(300.0, 200.0, 500.0, "samples", 50)
     >>> print(learning_rate_change("sgd", 100, 200, bc, learning_rate=0.1))
     learning rate x 1.6 [1.5, 1.71]: 0.1 -> 0.16 [0.15, 0.171]

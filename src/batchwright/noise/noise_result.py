@@ -6,19 +6,20 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchwright.noise.critical_batch import CriticalBatch, figure
-from batchwright.noise.efficiency import (
+from batchwright.noise.learning_rate_change import LearningRateChange, learning_rate_change
+from batchwright.planning.critical_batch import (
+    CriticalBatch,
     Range,
     checked_batch,
     doubling_costs,
     doubling_saves,
     doubling_speeds_up,
+    figure,
     halving_costs,
     halving_saves,
     over_interval,
     wasted,
 )
-from batchwright.noise.learning_rate_change import LearningRateChange, learning_rate_change
 from batchwright.printed_result import PrintedResult
 from batchwright.units import counted, whole_number
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from batchwright.noise.best_batch import BestBatch
-    from batchwright.noise.critical_batch import CriticalBatch
+    from batchwright.planning.critical_batch import CriticalBatch
+    from batchwright.planning.soonest import BestBatch
 
 
 # `judge`: where a batch stands beside the critical batch, and what to do about it.

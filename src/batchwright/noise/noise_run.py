@@ -35,10 +35,10 @@ from batchwright.device.step import (
 )
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.memory.estimate import check_shape
-from batchwright.noise.best_batch import best_batch
 from batchwright.noise.noise_result import NoiseRun, TrendPoint, judge
 from batchwright.noise.noise_scale import NoiseScale
 from batchwright.noise.ramp import gamma_of
+from batchwright.planning.soonest import best_batch
 from batchwright.state.untouched import current_keep, untouched
 from batchwright.units import counted, whole_number
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from batchwright.accumulate.window import Step
-    from batchwright.noise.critical_batch import CriticalBatch
+    from batchwright.planning.critical_batch import CriticalBatch
     from batchwright.workload import Workload
 
 

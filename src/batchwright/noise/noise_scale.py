@@ -36,8 +36,8 @@ from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
     from batchwright.noise.capture.leaves import Weights
-    from batchwright.noise.critical_batch import CriticalBatch
     from batchwright.noise.track import HistoryPoint
+    from batchwright.planning.critical_batch import CriticalBatch
 
 
 # The noise scale from a list of gradients, without any training loop: one step, one number.
@@ -193,7 +193,7 @@ class NoiseScale:
 
     @staticmethod
     def estimate(gradients: Any, micro_batch: Any = 1) -> float | None:
-        """Return the noise scale of one step from a list of micro-batch gradients; see `noise.simple.estimate`."""
+        """Return the noise scale of one step from a list of micro-batch gradients; see `estimate` in this file."""
         return estimate(gradients, micro_batch)
 
     @property

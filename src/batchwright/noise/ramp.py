@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
-from batchwright.noise.critical_batch import CriticalBatch, figure
-from batchwright.noise.efficiency import gamma
 from batchwright.noise.learning_rate_change import learning_rate_change
+from batchwright.planning.critical_batch import CriticalBatch, figure, gamma
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:

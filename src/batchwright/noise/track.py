@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from batchwright.noise.critical_batch import CriticalBatch
 from batchwright.noise.interval import Interval, fieller
+from batchwright.planning.critical_batch import CriticalBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,98 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from batchwright.errors import BatchwrightError, NotExpressibleError
-from batchwright.noise.critical_batch import figure
-from batchwright.noise.efficiency import steps_over_minimum
 from batchwright.noise.learning_rate_change import learning_rate_change
+from batchwright.planning.critical_batch import figure
 from batchwright.planning.dialects import FRAMEWORKS
 from batchwright.planning.plan import plan
+from batchwright.planning.soonest import StepSeconds, TimeToLoss
 from batchwright.tuning.run_file import Known, critical_from, is_done
-from batchwright.units import counted
+from batchwright.units import LARGEST_COUNT, counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from batchwright.noise.critical_batch import CriticalBatch
+    from batchwright.planning.critical_batch import CriticalBatch
     from batchwright.planning.plan import Plan
-    from batchwright.planning.times import TimeModel
     from batchwright.tuning.request import Ask
-
-
-# How long any effective batch takes to a loss, in whole passes of what fits: one curve behind every answer.
-#
-# The time is steps x seconds: (1 + Bc/B) of the least steps, each of as many passes as the batch needs on one device.
-
-_AS_GOOD = 1.05
-
-
-@dataclass(frozen=True)
-class TimeByBatch:
-    """The curve for one critical batch, one limit and so many devices.
-
-    >>> from batchwright.planning.times import fit_times
-    >>> by_batch = TimeByBatch(100.0, fit_times({4: 0.014, 8: 0.018}), devices=1, largest=64)
-    >>> by_batch.soonest, by_batch.as_good, round(by_batch.over_soonest(65), 2)
-    (32, (19, 53), 1.25)
-    """
-
-    critical: float
-    times: TimeModel
-    devices: int
-    largest: int
-    """The largest micro-batch that fits."""
-    samples: int | None = None
-    """No batch is larger than the data."""
-
-    def at(self, batch: int) -> float:
-        """Return the time to the loss, in seconds for each of the least steps."""
-        each = -(-batch // self.devices)
-        passes = -(-each // self.largest)
-        seconds = passes * self.times.alpha + each * self.times.beta + self.times.sigma
-        return steps_over_minimum(batch, self.critical) * seconds
-
-    def over_soonest(self, batch: int) -> float:
-        """Return the time at a batch over that at the best."""
-        return self.at(batch) / self.at(self.soonest)
-
-    @cached_property
-    def soonest(self) -> int:
-        """The batch that gets there first."""
-        return min(self._candidates(), key=lambda batch: (self.at(batch), batch))
-
-    @cached_property
-    def as_good(self) -> tuple[int, int]:
-        """The batches around the best that take at most 5 % longer."""
-        best = self.soonest
-        limit, low, high = _AS_GOOD * self.at(best), best, best
-        while low > 1 and self.at(low - 1) <= limit:
-            low -= 1
-        while high < self._most and self.at(high + 1) <= limit:
-            high += 1
-        return low, high
-
-    @property
-    def _most(self) -> int:
-        return max(self.samples or 2**31, 1)
-
-    def _candidates(self) -> set[int]:
-        """Within so many passes the curve has one least point: that, or the end of the passes; all ranks full."""
-        found = {self._most} if self.samples else set()
-        most = max(self._most // self.devices, 1)
-        # Beyond this many samples on a device whole passes only get slower.
-        slope = self.times.alpha / self.largest + self.times.beta
-        turn = math.sqrt(self.critical * self.times.sigma / (slope * self.devices)) if slope else 0.0
-        for passes in range(1, min(math.ceil(turn / self.largest) + 2, 10_000) + 1):
-            fixed, end = passes * self.times.alpha + self.times.sigma, min(passes * self.largest, most)
-            free = math.sqrt(self.critical * fixed / (self.times.beta * self.devices)) if self.times.beta else math.inf
-            each = min(free, end)
-            found |= {max(size, 1) * self.devices for size in (math.floor(each), math.ceil(each), end)}
-        return {min(batch, self._most) for batch in found}
 
 
 # What would change the answer: twice the memory, twice the devices, checkpointing.
@@ -161,7 +88,7 @@ def _made(
         times = replace(times, alpha=times.alpha * slower, beta=times.beta * slower)
     then = None
     if now is not None and times is not None:
-        then = replace(now, times=times, devices=devices, largest=largest)
+        then = replace(now, step=StepSeconds(times, devices, largest))
     if keeps_batch:
         wanted = choice.plan.effective_batch
     elif then is not None:
@@ -209,7 +136,7 @@ class Choice:
     """What was found, before it is written down."""
 
     plan: Plan
-    by_batch: TimeByBatch | None
+    by_batch: TimeToLoss | None
     critical: CriticalBatch | None
     critical_from: str | None
     reasons: tuple[str, ...]
@@ -279,7 +206,7 @@ def choose(
     used = None if in_samples is None else value_used(in_samples)
     by_batch = None
     if used is not None and times is not None:
-        by_batch = TimeByBatch(used, times, devices, largest, known.samples)
+        by_batch = TimeToLoss(used, StepSeconds(times, devices, largest), most=known.samples or LARGEST_COUNT)
     elif in_samples is not None and used is None:
         assumes.append(f"the critical batch is not known yet: {in_samples}")
         critical = in_samples = None
@@ -318,11 +245,10 @@ def value_used(critical: CriticalBatch) -> float | None:
     """Return the number to reckon with: the estimate, its lower end where that is infinite, or None."""
     if not critical.resolved and critical.low <= 0:
         return None
-    value = critical.value if math.isfinite(critical.value) else critical.low
-    return value if value > 0 else None
+    return critical.known_value if critical.known_value > 0 else None
 
 
-def _why_soonest(by_batch: TimeByBatch, made: Plan, critical: CriticalBatch | None) -> str:
+def _why_soonest(by_batch: TimeToLoss, made: Plan, critical: CriticalBatch | None) -> str:
     low, high = by_batch.as_good
     about = (
         f"{critical}"
@@ -343,12 +269,12 @@ def curve(choice: Choice) -> tuple[dict[str, Any], ...]:
     by_batch, critical = choice.by_batch, choice.critical
     if by_batch is None or critical is None:
         return ()
-    best, most = by_batch.soonest, by_batch.samples or math.inf
+    best = by_batch.soonest
     steps = range(-2 * _DOUBLINGS, 2 * _DOUBLINGS + 1)
     sizes = sorted({max(round(best * 2 ** (step / 2)), 1) for step in steps} | {choice.plan.effective_batch})
     ends = [replace(by_batch, critical=end) for end in (critical.low, critical.high) if 0 < end < math.inf]
     rows = []
-    for size in (size for size in sizes if size <= most):
+    for size in (size for size in sizes if size <= by_batch.most):
         ratios = [each.over_soonest(size) for each in (by_batch, *ends)]
         rows.append({"effective_batch": size, "ratio": ratios[0], "low": min(ratios), "high": max(ratios)})
     return tuple(rows)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
-from batchwright.noise.critical_batch import CriticalBatch
+from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.planning.times import TimedPoint, TimeModel, fit_times
 from batchwright.user_files import read_text, replace_file
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from batchwright.noise.critical_batch import figure
-from batchwright.noise.efficiency import steps_over_minimum
+from batchwright.planning.critical_batch import figure, steps_over_minimum
 from batchwright.report.display import draw_table
 
 if TYPE_CHECKING:
@@ -14,10 +13,10 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from batchwright.noise.best_batch import BestBatch
     from batchwright.noise.branch_curve import Branch, MeasuredCriticalBatch
-    from batchwright.noise.critical_batch import CriticalBatch
     from batchwright.noise.noise_result import NoiseRun
+    from batchwright.planning.critical_batch import CriticalBatch
+    from batchwright.planning.soonest import BestBatch
     from batchwright.report.display import Columns
 
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 def summarize_best_batch(best: BestBatch) -> str:
     """Say the answer in one line.
 
-    >>> from batchwright.noise.best_batch import best_batch
+    >>> from batchwright.planning.soonest import best_batch
     >>> summarize_best_batch(best_batch(400, {16: 0.12, 64: 0.24, 256: 0.72}))
     'effective batch 113 reaches the loss soonest; 67 to 192 are within 5 % of its time'
     """

@@ -1,10 +1,12 @@
-"""What a batch B costs beside the critical batch Bc, as pure curves: steps, samples, and what a doubling changes.
+"""The critical batch with its interval, and the curves that say what a batch B costs beside it.
 
 A loss takes S(B) = Smin (1 + Bc/B) steps and E(B) = Emin (1 + B/Bc) samples, so that (S/Smin - 1)(E/Emin - 1) = 1
-(McCandlish et al. 2018, arXiv:1812.06162). The curves take the learning rate as tuned for each B; where it is not, a
+(McCandlish et al. 2018, arXiv:1812.06162). The curves assume a learning rate that is tuned for each B; otherwise a
 changed batch does worse than they say.
 
 Promises:
+- an upper end that is not resolved is infinite, and the text says "at least";
+- a value that rests on too few observations for an interval says so: from 0 to infinity;
 - every curve is monotone in Bc, so the two ends of its interval map to the two ends of the answer;
 - every curve has a value at Bc = 0 (no noise) and at infinite Bc (no signal was seen): its limit there.
 """
@@ -12,8 +14,8 @@ Promises:
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
@@ -21,7 +23,106 @@ from batchwright.units import shortened
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from batchwright.noise.critical_batch import CriticalBatch
+
+@dataclass(frozen=True)
+class CriticalBatch:
+    """The noise scale T/|G|^2, with a 95 % interval: the batch at which noise and signal of a step are equal.
+
+    >>> print(CriticalBatch(212.4, 168.2, 290.6, unit="samples", observations=120))
+    212 [168, 291] samples
+    >>> print(CriticalBatch(900.0, 168.2, math.inf, unit="samples", observations=120, steps_needed=340))
+    at least 168 samples (upper end not resolved; about 340 more steps)
+    """
+
+    value: float
+    """As it is now, at the last of the observations; infinite where no signal was seen."""
+    low: float
+    high: float
+    """Infinite where it is not resolved."""
+    unit: str
+    observations: int
+    """Optimizer steps that it rests on."""
+    steps_needed: int | None = None
+    """Further steps until the upper end is likely to be resolved; None where that cannot be told."""
+    trace: float = math.nan
+    """T, the trace of the covariance of one unit's gradient, as of now."""
+    signal: float = math.nan
+    """|G|^2, as of now; may be negative."""
+    samples_per_unit: float | None = None
+    """Samples in a unit, on average; None if they were not counted."""
+
+    @property
+    def resolved(self) -> bool:
+        """Whether there is an upper end."""
+        return math.isfinite(self.high)
+
+    @property
+    def known_value(self) -> float:
+        """The number to reckon with: the estimate, or its lower end if that is infinite."""
+        return self.value if math.isfinite(self.value) else self.low
+
+    def in_samples(self) -> CriticalBatch | None:
+        """Return the same in samples; None if nothing counted the samples of a unit.
+
+        >>> tokens = CriticalBatch(6400.0, 3200.0, 9600.0, unit="tokens", observations=50, samples_per_unit=1 / 64)
+        >>> print(tokens.in_samples())
+        100 [50, 150] samples
+        """
+        if self.unit == "samples":
+            return self
+        share = self.samples_per_unit
+        if not share:
+            return None
+        return replace(
+            self,
+            value=self.value * share,
+            low=self.low * share,
+            high=self.high * share,
+            unit="samples",
+            trace=self.trace * share,
+            samples_per_unit=1.0,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data; what is infinite or unknown is None."""
+        return {
+            "value": _number(self.value),
+            "low": _number(self.low),
+            "high": _number(self.high),
+            "resolved": self.resolved,
+            "unit": self.unit,
+            "observations": self.observations,
+            "steps_needed": self.steps_needed,
+            "trace": _number(self.trace),
+            "signal": _number(self.signal),
+            "samples_per_unit": self.samples_per_unit,
+        }
+
+    def __str__(self) -> str:
+        if self.resolved:
+            return f"{figure(self.value)} [{figure(self.low)}, {figure(self.high)}] {self.unit}"
+        needed = "" if not self.steps_needed else f"; about {self.steps_needed:,} more steps"
+        return f"at least {figure(self.low)} {self.unit} (upper end not resolved{needed})"
+
+    def _repr_html_(self) -> str:
+        from batchwright.report.display import text_to_html
+
+        return text_to_html(str(self))
+
+
+def figure(value: float) -> str:
+    """Write a batch size as people read one: three digits, whole from 100 on.
+
+    >>> figure(0.52), figure(17.3), figure(1234.5), figure(math.inf)
+    ('0.52', '17.3', '1,234', 'infinite')
+    """
+    if math.isinf(value):
+        return "infinite"
+    return f"{value:,.0f}" if abs(value) >= 100 or value == 0 else f"{value:.3g}"
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -41,8 +142,8 @@ class Range:
     @property
     def percent(self) -> str:
         """The same as text, in percent."""
-        told = f"{self.value:.0%}".replace("%", " %")
-        return told if self.low == self.high else f"{told} [{100 * self.low:.0f}, {100 * self.high:.0f}]"
+        share = f"{self.value:.0%}".replace("%", " %")
+        return share if self.low == self.high else f"{share} [{100 * self.low:.0f}, {100 * self.high:.0f}]"
 
     def map(self, function: Callable[[float], float]) -> Range:
         """Return a monotone function of it.
@@ -66,7 +167,6 @@ class Range:
 def over_interval(critical: CriticalBatch, curve: Callable[[float], float]) -> Range:
     """Carry the interval of the critical batch through a curve that is monotone in it.
 
-    >>> from batchwright.noise.critical_batch import CriticalBatch
     >>> over_interval(CriticalBatch(300.0, 100.0, math.inf, "samples", 50), lambda bc: wasted(100, bc))
     Range(value=0.25, low=0.0, high=0.5)
     """
@@ -134,47 +234,6 @@ def halving_costs(batch: float, critical: float) -> float:
     0.2
     """
     return 1.0 - wasted(batch, critical)
-
-
-def time_to_loss(batch: float, critical: float, fixed: float, per_sample: float) -> float:
-    """(1 + Bc/B)(s + r B): the seconds until the loss is reached, per step of Smin, if a step takes s + r B.
-
-    >>> time_to_loss(100, 300, fixed=0.1, per_sample=0.001)
-    0.8
-    """
-    return steps_over_minimum(batch, critical) * (fixed + per_sample * batch)
-
-
-def soonest_batch(critical: float, fixed: float, per_sample: float, *, least: int, most: int, unit: int = 1) -> int:
-    """The multiple of `unit` with the least time: a neighbour of sqrt((s/r) Bc), as the time has a single valley.
-
-    >>> soonest_batch(400, fixed=0.08, per_sample=0.0025, least=1, most=1000)
-    113
-    """
-    ideal = math.sqrt(fixed / per_sample * critical) if per_sample else float(most)
-    below = int(min(max(ideal, least), most)) // unit * unit
-    around = [batch for batch in (below, below + unit) if max(unit, least) <= batch <= most]
-    return min(around, key=lambda batch: time_to_loss(batch, critical, fixed, per_sample))
-
-
-def batches_within(
-    limit: float, critical: float, fixed: float, per_sample: float, *, least: int, most: int
-) -> tuple[int, int] | None:
-    """The whole batches whose time is at most `limit`: between the roots of r B^2 - (limit - s - r Bc) B + s Bc.
-
-    >>> batches_within(2.415, 400, fixed=0.08, per_sample=0.0025, least=1, most=1000)
-    (26, 508)
-    """
-    middle = limit - fixed - per_sample * critical
-    if middle <= 0:
-        return None
-    # Without real roots the square is negative; the two ends then come out in the wrong order, with nothing between.
-    twice = middle + math.sqrt(max(0.0, middle**2 - 4 * per_sample * fixed * critical))
-    low, high = 2 * fixed * critical / twice, twice / (2 * per_sample) if per_sample else math.inf
-    # A root that is a whole number counts, however it was rounded.
-    first = max(least, math.ceil(low * (1 - 1e-12)))
-    last = most if high >= most else math.floor(high * (1 + 1e-12))
-    return (first, last) if first <= last else None
 
 
 def gamma(values: Sequence[float], weights: Sequence[float] | None = None) -> float:

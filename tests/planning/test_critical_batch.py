@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.errors import InvalidInputError
-from batchwright.noise import efficiency
-from batchwright.noise.critical_batch import CriticalBatch
+from batchwright.planning import critical_batch as efficiency
+from batchwright.planning.critical_batch import CriticalBatch
 
 sizes = st.floats(0.01, 1e7)
 

@@ -11,16 +11,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from batchwright.errors import InvalidInputError
-from batchwright.noise.best_batch import best_batch
-from batchwright.noise.critical_batch import CriticalBatch
-from batchwright.noise.efficiency import batches_within, soonest_batch, time_to_loss
+from batchwright.planning.critical_batch import CriticalBatch
+from batchwright.planning.soonest import StepSeconds, TimeToLoss, best_batch, soonest_on_line, time_to_loss
 from batchwright.planning.split import Split
-from batchwright.planning.times import TimeModel, fit_times
+from batchwright.planning.times import TimedPoint, TimeModel, fit_times
 from batchwright.report.display import render_plain
 from batchwright.report.text.noise_text import summarize_best_batch
+from batchwright.units import LARGEST_COUNT
 
 if TYPE_CHECKING:
-    from batchwright.noise.best_batch import BestBatch
+    from batchwright.planning.soonest import BestBatch
 
 TIMES = {16: 0.12, 64: 0.24, 256: 0.72}  # 0.08 s and 0.0025 s a sample
 PASSES_AND_A_STEP: dict[int | tuple[int, int], float] = {8: 0.07, 16: 0.11, 32: 0.19, (8, 4): 0.5}
@@ -41,11 +41,11 @@ def said(best: BestBatch, words: str) -> bool:
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(fixed=fixed_costs, per_sample=sample_costs, noise=noise_scales)
 def test_no_batch_is_sooner_than_the_best(fixed: float, per_sample: float, noise: float) -> None:
-    found = soonest_batch(noise, fixed, per_sample, least=1, most=3000)
+    found = soonest_on_line(noise, fixed, per_sample, least=1, most=3000)
     times = [time_to_loss(batch, noise, fixed, per_sample) for batch in EVERY]
     assert times[found - 1] == pytest.approx(min(times), rel=1e-12)
     for unit in (7, 32):
-        whole = soonest_batch(noise, fixed, per_sample, least=1, most=3000, unit=unit)
+        whole = soonest_on_line(noise, fixed, per_sample, least=1, most=3000, unit=unit)
         assert whole % unit == 0
         assert times[whole - 1] == pytest.approx(min(times[unit - 1 :: unit]), rel=1e-12)
 
@@ -63,12 +63,16 @@ def test_the_batches_within_a_time_are_those_that_a_search_finds(
     assume(fixed or per_sample)
     times = [time_to_loss(batch, noise, fixed, per_sample) for batch in EVERY]
     limit = share * min(times)
-    found = batches_within(limit, noise, fixed, per_sample, least=1, most=3000)
+    curve = TimeToLoss(noise, StepSeconds(TimeModel(fixed, per_sample, 0.0)), most=3000)
+    first = curve.smallest_within(limit)
+    kept = range(first, 3001) if first else range(0)
     inside = [batch for batch, time in zip(EVERY, times, strict=True) if time <= limit * (1 - 1e-9)]
-    outside = [batch for batch, time in zip(EVERY, times, strict=True) if time > limit * (1 + 1e-9)]
-    kept = range(found[0], found[1] + 1) if found else range(0)
     assert all(batch in kept for batch in inside)
-    assert not any(batch in kept for batch in outside)
+    assert first is None or times[first - 1] <= limit * (1 + 1e-9)
+    low, high = curve.as_good
+    as_good = [batch for batch, time in zip(EVERY, times, strict=True) if time <= 1.05 * min(times)]
+    assert (times[low - 1], times[high - 1]) == pytest.approx((times[as_good[0] - 1], times[as_good[-1] - 1]))
+    assert abs(low - as_good[0]) + abs(high - as_good[-1]) <= 1  # a tie, rounded
 
 
 def test_the_answer_is_the_geometric_mean_of_overhead_and_noise() -> None:
@@ -249,3 +253,46 @@ def test_the_answer_is_plain_data_and_shows_itself() -> None:
     drawn = render_plain(best)
     assert drawn.startswith("effective batch 113 [57 or more] reaches the loss soonest")
     assert all(f"{line}." in drawn.replace("\n", " ") for line in best.words)
+
+
+seconds = st.floats(1e-4, 1.0)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    critical=st.floats(1, 500),
+    alpha=seconds,
+    beta=seconds,
+    sigma=seconds,
+    devices=st.integers(1, 4),
+    largest=st.integers(1, 64),
+    samples=st.one_of(st.none(), st.integers(1, 300)),
+)
+def test_the_soonest_and_its_range_are_those_of_counting(
+    critical: float, alpha: float, beta: float, sigma: float, devices: int, largest: int, samples: int | None
+) -> None:
+    times = TimeModel(alpha, beta, sigma, (TimedPoint(1, 1.0),))
+    by_batch = TimeToLoss(critical, StepSeconds(times, devices, largest), most=samples or LARGEST_COUNT)
+    by_counting = {batch: by_batch.at(batch) for batch in range(1, (samples or 4000) + 1)}
+    least = min(by_counting.values())
+    assert by_batch.at(by_batch.soonest) <= least * (1 + 1e-9)
+    low, high = by_batch.as_good
+    assert low <= by_batch.soonest <= high
+    limit = 1.05 * by_batch.at(by_batch.soonest) * (1 + 1e-9)
+    assert all(by_counting[batch] <= limit for batch in range(low, min(high, max(by_counting)) + 1))
+    if high < max(by_counting):
+        assert by_counting[high + 1] > 0.999999 * limit
+    if low > 1:
+        assert by_counting[low - 1] > 0.999999 * limit
+    for share in (0.9, 1.02, 1.3, 3.0):
+        deadline = share * least
+        first = by_batch.smallest_within(deadline)
+        by_search = [batch for batch, time in by_counting.items() if time <= deadline * (1 - 1e-12)]
+        assert first is None or by_batch.at(first) <= deadline
+        assert not by_search or (first is not None and first <= by_search[0])
+
+
+def test_no_batch_is_larger_than_the_data() -> None:
+    by_batch = TimeToLoss(1000.0, StepSeconds(TimeModel(0.1, 0.001, 0.1), devices=2, micro_batch=64), most=20)
+    assert by_batch.soonest <= 20
+    assert by_batch.as_good[1] <= 20
