@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.errors import InvalidInputError
-from batchwright.noise.learning_rate_change import LearningRateChange, gain, learning_rate_change
 from batchwright.planning.critical_batch import CriticalBatch
-from batchwright.planning.learning_rate import OPTIMIZERS, rule_for
+from batchwright.planning.learning_rate import OPTIMIZERS, LearningRateChange, gain, learning_rate_change, rule_for
 
 sizes = st.floats(0.1, 1e6)
 

@@ -15,9 +15,9 @@ import batchwright as bw
 from batchwright.integrations.transformers.exact_loss import ExactLoss
 from batchwright.integrations.transformers.heads import HeadCheck
 from batchwright.memory.estimate import estimate_every_card
-from batchwright.noise.learning_rate_change import learning_rate_change
 from batchwright.noise.noise_run import measure_noise
 from batchwright.planning.critical_batch import CriticalBatch
+from batchwright.planning.learning_rate import learning_rate_change
 from batchwright.printed_result import PrintedResult
 from batchwright.report.display import render_plain
 

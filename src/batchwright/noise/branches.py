@@ -28,10 +28,9 @@ from batchwright.device.device import open_device
 from batchwright.device.step import checked_loss, evaluating, needing_larger_micro_batches, scalar_loss
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.noise.branch_curve import Branch, MeasuredCriticalBatch, fit_branches, steps_to
-from batchwright.noise.learning_rate_change import learning_rate_change
 from batchwright.noise.noise_run import Trained, fitting_split, split_of, training
 from batchwright.noise.noise_scale import NoiseScale
-from batchwright.planning.learning_rate import checked_learning_rate
+from batchwright.planning.learning_rate import checked_learning_rate, learning_rate_change
 from batchwright.state.untouched import untouched
 from batchwright.units import counted, shortened, whole_number
 

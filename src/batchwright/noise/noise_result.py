@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchwright.noise.learning_rate_change import LearningRateChange, learning_rate_change
 from batchwright.planning.critical_batch import (
     CriticalBatch,
     Range,
@@ -20,6 +19,7 @@ from batchwright.planning.critical_batch import (
     over_interval,
     wasted,
 )
+from batchwright.planning.learning_rate import LearningRateChange, learning_rate_change
 from batchwright.printed_result import PrintedResult
 from batchwright.units import counted, whole_number
 

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
-from batchwright.noise.learning_rate_change import learning_rate_change
 from batchwright.planning.critical_batch import CriticalBatch, figure, gamma
+from batchwright.planning.learning_rate import learning_rate_change
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:

@@ -6,12 +6,10 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from batchwright.errors import BatchwrightError, NotExpressibleError
-from batchwright.noise.learning_rate_change import learning_rate_change
 from batchwright.planning.critical_batch import figure
 from batchwright.planning.dialects import FRAMEWORKS
+from batchwright.planning.learning_rate import RecommendedRate, rate_by_rule, rate_from_branches
 from batchwright.planning.plan import plan
 from batchwright.planning.soonest import StepSeconds, TimeToLoss
 from batchwright.tuning.run_file import Known, critical_from, is_done
@@ -151,7 +149,7 @@ class Advised:
     name: str
     on: str
     choice: Choice
-    learning_rate: dict[str, Any] | None
+    learning_rate: RecommendedRate | None
     seconds_per_step: float | None
     time_to_target: tuple[dict[str, Any], ...]
     changes: tuple[Change, ...] = ()
@@ -174,7 +172,7 @@ class Advised:
             "range_within_5_percent": None if by_batch is None else list(by_batch.as_good),
             "best_effective_batch": None if by_batch is None else by_batch.soonest,
             "time_over_soonest": None if by_batch is None else by_batch.over_soonest(made.effective_batch),
-            "learning_rate": self.learning_rate,
+            "learning_rate": None if self.learning_rate is None else self.learning_rate.to_dict(),
             "critical_batch": None if self.choice.critical is None else self.choice.critical.to_dict(),
             "critical_batch_from": self.choice.critical_from,
             "seconds_per_step": self.seconds_per_step,
@@ -280,79 +278,22 @@ def curve(choice: Choice) -> tuple[dict[str, Any], ...]:
     return tuple(rows)
 
 
-# The learning rate that goes with the recommended batch: tuned by branches where there are any, else by a rule.
-
-# Branches try factors of 2, so the best rate lies within half of one.
-_HALF_OF_A_FACTOR = math.sqrt(2)
-
-
-def learning_rate(known: Known, choice: Choice) -> dict[str, Any] | None:
-    """Return the learning rate for the recommended batch, beside the workload's own; None where nothing tells it."""
-    about = known.section("workload") or {}
-    rate = about.get("learning_rate")
+def recommend_rate(known: Known, choice: Choice) -> RecommendedRate | None:
+    """Return the learning rate for the recommended batch, tuned by branches or by a rule; None if nothing tells it."""
+    about, noise = known.section("workload") or {}, known.section("noise")
+    rate, optimizer, batch = about.get("learning_rate"), about.get("optimizer"), choice.plan.effective_batch
     if rate is None:
         return None
-    return _by_branches(known, choice, rate) or _by_rule(known, choice, rate, about["optimizer"])
-
-
-def _by_branches(known: Known, choice: Choice, rate: float) -> dict[str, Any] | None:
-    branches = (known.section("branches") or {}).get("branches", ())
-    tuned = {
+    factors = {
         branch["batch"]: branch["learning_rate_factor"]
-        for branch in branches
+        for branch in (known.section("branches") or {}).get("branches", ())
         if branch["mean_steps"] is not None and branch["learning_rate_factor"]
     }
-    if not tuned:
-        return None
-    batch = choice.plan.effective_batch
-    outside = batch < min(tuned) or batch > max(tuned)
-    factor = _on_line(tuned, min(max(batch, min(tuned)), max(tuned)))
-    told = ", ".join(f"{rate * each:.3g} at batch {size:,}" for size, each in tuned.items())
-    return {
-        "source": "measured",
-        "now": rate,
-        "at_batch": None,
-        "factor": factor,
-        "recommended": rate * factor,
-        "low": rate * factor / _HALF_OF_A_FACTOR,
-        "high": rate * factor * _HALF_OF_A_FACTOR,
-        "rule": f"tuned by factors of 2 in short branches: {told}"
-        + (f"; batch {batch:,} is outside, and takes the end of their line" if outside else "; on their line"),
-    }
-
-
-def _on_line(tuned: dict[int, float], batch: float) -> float:
-    """Return the factor at a batch on the power law through those tuned, between constant and proportional.
-
-    Each was found to a factor of 2, on one seed: all of them together tell more than the two beside the batch.
-
-    >>> round(_on_line({16: 1.0, 64: 2.0}, 32), 3), round(_on_line({16: 2.0, 64: 1.0}, 64), 3)
-    (1.414, 1.414)
-    """
-    sizes, factors = np.log(list(tuned)), np.log(list(tuned.values()))
-    spread = float(np.square(sizes - sizes.mean()).sum())
-    slope = float(((sizes - sizes.mean()) * factors).sum()) / spread if spread else 0.0
-    return math.exp(factors.mean() + min(max(slope, 0.0), 1.0) * (math.log(batch) - sizes.mean()))
-
-
-def _by_rule(known: Known, choice: Choice, rate: float, optimizer: str | None) -> dict[str, Any] | None:
-    noise = known.section("noise")
+    if factors:
+        return rate_from_branches(rate, factors, batch)
     if optimizer is None or noise is None or choice.critical is None:
         return None
-    tuned_at = noise["effective_batch"]
-    change = learning_rate_change(optimizer, tuned_at, choice.plan.effective_batch, choice.critical, learning_rate=rate)
-    if change.factor is None:
-        return None
-    return {
-        "source": "formula",
-        "now": rate,
-        "at_batch": tuned_at,
-        "factor": change.factor.value,
-        "recommended": rate * change.factor.value,
-        "low": rate * change.factor.low,
-        "high": rate * change.factor.high,
-        "rule": change.reason,
-    }
+    return rate_by_rule(rate, optimizer, noise["effective_batch"], batch, choice.critical)
 
 
 # Beyond it a line is a rough picture of the step times.
@@ -378,7 +319,7 @@ def advise_run(run: dict[str, Any], ask: Ask) -> None:
     except BatchwrightError as error:
         run["plan"] = run["recommendation"] = {"skipped": f"failed: {error}"}
         return
-    rate = learning_rate(known, choice)
+    rate = recommend_rate(known, choice)
     advised = Advised(
         name=run["workload"]["name"],
         on=ask.on,
@@ -387,7 +328,7 @@ def advise_run(run: dict[str, Any], ask: Ask) -> None:
         seconds_per_step=known.step_seconds(choice.plan),
         time_to_target=curve(choice),
         changes=what_would_change(known, choice, keeps_batch=ask.effective_batch is not None),
-        configs=dict(_configs(choice.plan, None if rate is None else rate["recommended"])),
+        configs=dict(_configs(choice.plan, None if rate is None else rate.recommended)),
         notes=tuple(text for text in (note, _no_rate(known, rate), _poor_line(known)) if text),
     )
     run["plan"], run["recommendation"] = choice.plan.to_dict(), advised.to_dict()
@@ -425,7 +366,7 @@ def _critical(run: dict[str, Any], known: Known) -> tuple[CriticalBatch | None, 
     return scale, "noise scale", note
 
 
-def _no_rate(known: Known, rate: dict[str, Any] | None) -> str:
+def _no_rate(known: Known, rate: RecommendedRate | None) -> str:
     about = known.section("workload") or {}
     if rate is not None or about.get("optimizer") is None:
         return ""
