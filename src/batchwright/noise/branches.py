@@ -1,13 +1,17 @@
 """`measure_critical_batch`: the critical batch itself, by training short branches at B, 2B, 4B, ...
 
-The noise scale is only a proxy: it equals the critical batch where the loss curves alike in all directions (McCandlish
-et al. 2018). Here the curve that defines the latter is measured: the steps S that each batch takes to the same loss,
+The noise scale is only a proxy: it equals the critical batch if the loss curves alike in all directions (McCandlish
+et al. 2018). Here the curve that defines the latter is measured: the steps S that a batch takes to the same loss,
 fitted by S = Smin (1 + Bc/B).
 
 Promises:
+- every branch of a seed begins at the same weights, optimizer state and learning rate, and is judged on the same
+  samples; a seed, a batch and a rate make one curve, which is trained once;
 - the learning rate is tuned for each batch, by factors of 2 on the first seed: at a rate that merely follows a rule the
   answer would be the rule's own;
-- a branch that does not get there is left out and named.
+- steps to a loss are read off the best loss so far, between two looks;
+- the fit is linear in 1/B and weighs by relative error, seed by seed; from five seeds on there is an interval;
+- a branch that does not get there, or whose loss is no longer a number, is left out and named.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ from __future__ import annotations
 import itertools
 import math
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import Subset, default_collate
 
@@ -27,31 +32,180 @@ from batchwright.device.batches import make_batch, move_batch
 from batchwright.device.device import open_device
 from batchwright.device.step import checked_loss, evaluating, needing_larger_micro_batches, scalar_loss
 from batchwright.errors import BatchwrightError, InvalidInputError
-from batchwright.noise.branch_curve import Branch, MeasuredCriticalBatch, fit_branches, steps_to
+from batchwright.noise.interval import LEAST_OBSERVATIONS, fieller
 from batchwright.noise.noise_run import Trained, fitting_split, split_of, training
 from batchwright.noise.noise_scale import NoiseScale
+from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.planning.learning_rate import checked_learning_rate, learning_rate_change
+from batchwright.printed_result import PrintedResult
 from batchwright.state.untouched import untouched
 from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from batchwright.planning.critical_batch import CriticalBatch
+    from rich.console import RenderableType
+
     from batchwright.workload import Workload
 
     Curve = list[tuple[int, float]]
     """Steps, and the held-out loss after them."""
-    from collections.abc import Callable, Iterable, Sequence
 
 
-# Short trainings that begin alike: one seed, the same held-out samples, any batch and learning rate.
-#
-# Promises:
-# - every branch of a seed begins at the same weights, optimizer state and learning rate, and is judged on the same
-#   samples;
-# - a branch whose loss is no longer a number ends there, and has not reached anything;
-# - a branch that was trained before is not trained again: a seed, a batch and a rate make one curve.
+@dataclass(frozen=True)
+class Branch:
+    """One batch: the steps that each seed took to the loss, None if it did not reach it."""
+
+    batch: int
+    learning_rate_factor: float
+    """Of the workload's own rate; not a number if the rate was handed in."""
+    steps: tuple[float | None, ...]
+
+    @property
+    def mean_steps(self) -> float | None:
+        """Over the seeds; None if one did not get there."""
+        known = [steps for steps in self.steps if steps is not None]
+        return sum(known) / len(known) if known and len(known) == len(self.steps) else None
+
+
+@dataclass(frozen=True, repr=False)
+class MeasuredCriticalBatch(PrintedResult):
+    """The critical batch from the steps-examples curve, beside the noise scale that stands in for it."""
+
+    in_repr = ("critical_batch", "noise_scale", "target_loss")
+
+    critical_batch: CriticalBatch
+    min_steps: float
+    """Smin: what no batch could beat."""
+    min_examples: float
+    """Emin: what the smallest batches need."""
+    target_loss: float
+    branches: tuple[Branch, ...]
+    noise_scale: CriticalBatch | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ratio(self) -> float | None:
+        """The critical batch over the noise scale; None if one of them is not finite."""
+        scale = None if self.noise_scale is None else self.noise_scale.in_samples()
+        values = (self.critical_batch.value, scale.value if scale else math.inf)
+        return values[0] / values[1] if all(0 < value < math.inf for value in values) else None
+
+    def calibrated(self, noise_scale: CriticalBatch) -> CriticalBatch:
+        """Return the critical batch that a noise scale stands for, by the ratio of the two that was measured here.
+
+        A noise scale can be averaged over a whole run, where branches were short. Its interval is that of the product,
+        taken by its ends: wider than need be.
+        """
+        measured = None if self.noise_scale is None else self.noise_scale.in_samples()
+        other, ratio = noise_scale.in_samples(), self.ratio
+        if measured is None or other is None or ratio is None:
+            raise InvalidInputError(
+                f"nothing to calibrate by: critical batch {self.critical_batch}, noise scale {self.noise_scale}.",
+                remedy="more steps or more seeds",
+            )
+        low, high = self.critical_batch.low / measured.value, self.critical_batch.high / measured.value
+        return replace(other, value=other.value * ratio, low=other.low * low, high=other.high * high, trace=math.nan)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the measurement as plain data."""
+        return {
+            "schema": 1,
+            "source": "measured",
+            "critical_batch": self.critical_batch.to_dict(),
+            "noise_scale": None if self.noise_scale is None else self.noise_scale.to_dict(),
+            "ratio": self.ratio,
+            "min_steps": self.min_steps,
+            "min_examples": self.min_examples,
+            "target_loss": self.target_loss,
+            "branches": [
+                {
+                    **asdict(branch),
+                    "learning_rate_factor": None
+                    if math.isnan(branch.learning_rate_factor)
+                    else branch.learning_rate_factor,
+                    "steps": list(branch.steps),
+                    "mean_steps": branch.mean_steps,
+                }
+                for branch in self.branches
+            ],
+            "notes": list(self.notes),
+        }
+
+    def __rich__(self) -> RenderableType:
+        from batchwright.report.text.noise_text import draw_branches
+
+        return draw_branches(self)
+
+    def _repr_html_(self) -> str:
+        from batchwright.report.display import table_to_html
+        from batchwright.report.text.noise_text import branches_columns, branches_remarks, summarize_branches
+
+        return table_to_html(summarize_branches(self), branches_columns(self), branches_remarks(self))
+
+
+def steps_to(target: float, curve: Sequence[tuple[int, float]]) -> float | None:
+    """Return the steps at which the best loss so far reached the target, between two looks; None if it did not.
+
+    >>> steps_to(1.5, [(0, 3.0), (10, 2.0), (20, 2.5), (30, 1.0)])
+    25.0
+    """
+    before, best = curve[0]
+    for step, loss in curve[1:]:
+        if loss <= target:
+            share = (best - target) / (best - loss) if best > loss else 1.0
+            return before + max(share, 0.0) * (step - before) if best > target else float(before)
+        if loss < best:
+            best = loss
+        before = step
+    return None
+
+
+def fit_branches(
+    branches: Sequence[Branch], *, target: float, noise_scale: CriticalBatch | None
+) -> MeasuredCriticalBatch | None:
+    """Fit the curve through the branches that all seeds finished; None if there are fewer than two.
+
+    >>> exact = [Branch(b, 1.0, tuple(100 * (1 + 50 / b) for _ in range(5))) for b in (10, 50, 250)]
+    >>> measured = fit_branches(exact, target=1.0, noise_scale=None)
+    >>> round(measured.critical_batch.value, 6), round(measured.min_steps, 6), round(measured.min_examples, 6)
+    (50.0, 100.0, 5000.0)
+    """
+    whole = [branch for branch in branches if branch.mean_steps is not None]
+    missing = [branch.batch for branch in branches if branch.mean_steps is None]
+    if len(whole) < 2:
+        return None
+    table = np.array([branch.steps for branch in whole], float)
+    weights = 1 / table.mean(axis=1)
+    design = np.stack([np.ones(len(whole)), [1 / branch.batch for branch in whole]], axis=1)
+    solved, *_ = np.linalg.lstsq(design * weights[:, None], table * weights[:, None], rcond=None)
+    smallest, examples = solved
+    steps, samples = float(smallest.mean()), float(examples.mean())
+    interval = fieller(examples, smallest, drifts=False) if table.shape[1] >= LEAST_OBSERVATIONS else None
+    value = math.inf if steps <= 0 else max(samples, 0.0) / steps
+    notes = [f"batch {batch} did not reach the loss on every seed, and was left out" for batch in missing]
+    if steps <= 0:
+        notes.append(
+            f"up to batch {whole[-1].batch:,} every doubling halves the steps: the critical batch is larger; try more"
+        )
+    if interval is None:
+        notes.append(f"{table.shape[1]} seeds give no interval; {LEAST_OBSERVATIONS} do")
+    return MeasuredCriticalBatch(
+        critical_batch=CriticalBatch(
+            value=value,
+            low=interval.low if interval else 0.0,
+            high=interval.high if interval else math.inf,
+            unit="samples",
+            observations=table.shape[1],
+        ),
+        min_steps=max(steps, 0.0),
+        min_examples=max(samples, 0.0),
+        target_loss=target,
+        branches=tuple(branches),
+        noise_scale=noise_scale,
+        notes=tuple(notes),
+    )
+
 
 # How often a branch is judged on its way: as often as that costs no more than the training, within these.
 _LEAST_LOOKS, _MOST_LOOKS = 20, 40
@@ -60,8 +214,8 @@ _COST_OF_TRAINING = 3
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One branch: its batch, how long, at what learning rate, and where it may stop."""
+class BranchRequest:
+    """One branch: its batch, how long to train, at what learning rate, and where it may stop."""
 
     batch: int
     steps: int
@@ -105,26 +259,26 @@ class SeedBranches:
             self._held_out = Subset(workload.data, order[:size])
             self._workload = replace(workload, data=Subset(workload.data, order[size:]))
 
-    def known(self, ask: Ask) -> Curve | None:
-        """Return the curve of a branch that was trained before, as far as it is asked for."""
-        curve, scale = self._kept.get((ask.batch, ask.factor, ask.rate), ([], None))
-        if not curve or (ask.watches_noise and scale is None):
+    def known(self, request: BranchRequest) -> Curve | None:
+        """Return the curve of a branch that was trained before, as far as it is requested."""
+        curve, scale = self._kept.get((request.batch, request.factor, request.rate), ([], None))
+        if not curve or (request.watches_noise and scale is None):
             return None
         last, loss = curve[-1]
-        reached = ask.target is not None and steps_to(ask.target, curve) is not None
-        return curve if reached or last >= ask.most or not math.isfinite(loss) else None
+        reached = request.target is not None and steps_to(request.target, curve) is not None
+        return curve if reached or last >= request.most or not math.isfinite(loss) else None
 
-    def train(self, ask: Ask, *, first_batch: int) -> Curve:
+    def train(self, request: BranchRequest, *, first_batch: int) -> Curve:
         """Train a branch, and return the held-out loss at every look; `first_batch` is that of the warm-up."""
-        curve, key = self.known(ask), (ask.batch, ask.factor, ask.rate)
+        curve, key = self.known(request), (request.batch, request.factor, request.rate)
         if curve is None:
             self.noise_scale = None
-            curve = self._train(ask, first_batch)
+            curve = self._train(request, first_batch)
             self._kept[key] = (curve, self.noise_scale)
         self.noise_scale = self._kept[key][1]
         return curve
 
-    def _train(self, ask: Ask, first_batch: int) -> Curve:
+    def _train(self, request: BranchRequest, first_batch: int) -> Curve:
         with training(self._workload, device=self._device, shape=self._shape, seed=self.seed) as trained:
             self.optimizer = type(trained.optimizers[0]).__name__
             judged = self._held_out_batches()
@@ -132,20 +286,22 @@ class SeedBranches:
                 pass
             for optimizer in trained.optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = ask.rate if ask.rate is not None else group["lr"] * ask.factor
+                    group["lr"] = request.rate if request.rate is not None else group["lr"] * request.factor
             curve = [(0, self._judge(trained, judged))]
-            looks = _COST_OF_TRAINING * ask.steps * ask.batch // self._num_held_out
-            every = max(ask.steps // min(max(looks, _LEAST_LOOKS), _MOST_LOOKS), 1)
-            for number in self._stepped(trained, ask.batch, ask.most, watch_until=ask.steps * ask.watches_noise):
-                if number % every and number != ask.most:
+            looks = _COST_OF_TRAINING * request.steps * request.batch // self._num_held_out
+            every = max(request.steps // min(max(looks, _LEAST_LOOKS), _MOST_LOOKS), 1)
+            for number in self._stepped(
+                trained, request.batch, request.most, watch_until=request.steps * request.watches_noise
+            ):
+                if number % every and number != request.most:
                     continue
                 curve.append((number, self._judge(trained, judged)))
-                if not math.isfinite(curve[-1][1]) or (ask.target is not None and curve[-1][1] <= ask.target):
+                if not math.isfinite(curve[-1][1]) or (request.target is not None and curve[-1][1] <= request.target):
                     break
             return curve
 
     def _stepped(self, trained: Trained, batch: int, steps: int, *, watch_until: int = 0) -> Iterator[int]:
-        """Train so many steps, and yield the number of each; end where the loss is no number."""
+        """Train so many steps, and yield the number of each; end if the loss is no number."""
         split_of(batch, None, trained.ranks)  # refuses what ranks cannot share
         size, accumulation = fitting_split(batch // trained.ranks, self._largest)
         accumulator = Accumulator(trained.model, list(trained.optimizers), accumulation)
@@ -170,8 +326,8 @@ class SeedBranches:
     def _held_out_batches(self) -> list[tuple[Any, int]]:
         """Return what branches are judged on, in pieces that fit, each with its number of samples."""
         number = self._num_held_out if self._held_out is None else len(self._held_out)
-        each = min(self._largest or number, number)
-        sizes = [min(each, number - start) for start in range(0, number, each)]
+        piece = min(self._largest or number, number)
+        sizes = [min(piece, number - start) for start in range(0, number, piece)]
         if self._held_out is None:
             return [(make_batch(self._workload, size, self._shape, self._device), size) for size in sizes]
         samples, collate = iter(self._held_out), self._workload.collate or default_collate
@@ -220,13 +376,18 @@ def measure_critical_batch(
     ...     loss=lambda model, batch: (model(batch) - batch.sum(1, keepdim=True)).pow(2).mean(),
     ...     optimizer=lambda params: torch.optim.SGD(params, lr=0.02),
     ... )
-    >>> found = measure_critical_batch(workload, batches=(2, 8), steps=10, seeds=1)
-    >>> [branch.batch for branch in found.branches], found.noise_scale.unit
+    >>> measured = measure_critical_batch(workload, batches=(2, 8), steps=10, seeds=1)
+    >>> [branch.batch for branch in measured.branches], measured.noise_scale.unit
     ([2, 8], 'samples')
 
-    `warm_up` steps at the smallest batch come before, so that branches begin in the middle of training.
-    `learning_rates` names the rate of a batch, which is then not tuned. `seeds` are repeats; from 5 on there is an
-    interval. `largest` is the largest micro-batch that fits.
+    - `batches`: the effective batches to train at.
+    - `steps`: optimizer steps of the smallest batch; the loss it reaches is the target of all.
+    - `seeds`: repeats; from 5 on there is an interval.
+    - `warm_up`: steps at the smallest batch before, so that branches begin in the middle of training.
+    - `learning_rates`: the rate of a batch, which is then not tuned.
+    - `evaluate_samples`: held-out samples that branches are judged on.
+    - `largest`: the largest micro-batch that fits.
+    - `on`, `shape`: the device, and what else `batch` takes.
     """
     sizes = _sizes(batches)
     rates = _rates(learning_rates or {}, sizes)
@@ -247,14 +408,14 @@ def measure_critical_batch(
         ) -> list[tuple[int, float]]:
             to = "" if target is None else f" to a loss of {target:.4g}"
             most = steps if target is None else math.ceil(min(within, _PATIENCE * steps))
-            ask = Ask(size, steps, most, factor, rates.get(size), target, watches_noise=target is None)
-            if run.known(ask) is None:
+            request = BranchRequest(size, steps, most, factor, rates.get(size), target, watches_noise=target is None)
+            if run.known(request) is None:
                 progress(f"seed {run.seed}: batch {size}, learning rate x {factor:.3g}{to}")
-            return run.train(ask, first_batch=first)
+            return run.train(request, first_batch=first)
 
         factor = 1.0
         if first not in rates:
-            factor = tuned(1.0, lambda factor, least: _no_progress(train(runs[0], first, factor)))
+            factor = tune_factor(1.0, lambda factor, least: _no_progress(train(runs[0], first, factor)))
         base = [train(run, first, factor) for run in runs]
         target = sum(min(loss for _, loss in curve) for curve in base) / len(base)
         if not math.isfinite(target):
@@ -266,33 +427,33 @@ def measure_critical_batch(
         branches = []
         for size in sizes:
             if size != first and size not in rates:
-                guess = factor * _by_rule(runs[0].optimizer, first, size, scale)
+                guess = factor * _guess_factor(runs[0].optimizer, first, size, scale)
 
                 def steps_at(factor: float, least: float, size: int = size) -> float:
                     return _score(target, train(runs[0], size, factor, target, within=least))
 
-                own = tuned(guess, steps_at)
+                own = tune_factor(guess, steps_at)
             else:
                 own = factor
             reached = tuple(steps_to(target, train(run, size, own, target)) for run in runs)
             branches.append(Branch(size, math.nan if size in rates else own, reached))
         notes = keep.notes
-    found = fit_branches(branches, target=target, noise_scale=scale)
-    if found is None:
+    measured = fit_branches(branches, target=target, noise_scale=scale)
+    if measured is None:
         raise BatchwrightError(
             f"fewer than two batches reached a loss of {target:.4g} within {_PATIENCE * steps} steps.",
             remedy="more steps, or learning_rates={batch: rate} that were tuned",
         )
-    return replace(found, notes=(*found.notes, *notes))
+    return replace(measured, notes=(*measured.notes, *notes))
 
 
-def tuned(guess: float, cost_of: Callable[[float, float], float]) -> float:
+def tune_factor(guess: float, cost_of: Callable[[float, float], float]) -> float:
     """Return the factor with the least cost among doublings and halvings of a guess, as far as they get better.
 
-    >>> tuned(1.0, lambda factor, least: abs(factor - 5))
+    >>> tune_factor(1.0, lambda factor, least: abs(factor - 5))
     4.0
 
-    `cost_of` is told the least cost so far: what is beyond it need not be known.
+    `cost_of` receives the least cost so far: what is beyond it need not be known.
     """
     best, least = guess, cost_of(guess, math.inf)
     for step in (2.0, 0.5):
@@ -308,23 +469,23 @@ def tuned(guess: float, cost_of: Callable[[float, float], float]) -> float:
 
 
 def _score(target: float, curve: list[tuple[int, float]]) -> float:
-    """The steps to the target; where it was not reached, more than any that did, the less progress the more."""
+    """The steps to the target; if it was not reached, more than any that did, the less progress the more."""
     reached = steps_to(target, curve)
     return 1e12 * _no_progress(curve) if reached is None else reached
 
 
 def _no_progress(curve: list[tuple[int, float]]) -> float:
-    """The inverse of how far the loss came down: halved where it came down twice as far, however little that is."""
+    """The inverse of how far the loss came down: halved if it came down twice as far, however little that is."""
     decrease = curve[0][1] - min(loss for _, loss in curve)
     return 1 / decrease if decrease > 0 and math.isfinite(curve[-1][1]) else math.inf
 
 
-def _by_rule(optimizer: str, before: int, after: int, scale: CriticalBatch | None) -> float:
+def _guess_factor(optimizer: str, before: int, after: int, scale: CriticalBatch | None) -> float:
     in_samples = None if scale is None else scale.in_samples()
     if in_samples is None or not math.isfinite(in_samples.value):
         return 1.0
-    found = learning_rate_change(optimizer, before, after, in_samples).factor
-    return 1.0 if found is None else found.value
+    factor = learning_rate_change(optimizer, before, after, in_samples).factor
+    return 1.0 if factor is None else factor.value
 
 
 def _median(scales: Iterable[CriticalBatch | None]) -> CriticalBatch | None:

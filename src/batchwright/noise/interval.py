@@ -4,12 +4,17 @@ The noise scale is T over |G|^2. Where the latter cannot be told from 0, no uppe
 (delta, jackknife) state a narrow interval all the same: of 95 % they covered 66 % and less. Fieller's set
 {B : (a - B c)^2 <= t^2 Var(a - B c)} then has no upper end, and keeps its coverage.
 
-Along training both levels drift. What is asked for is the ratio of now, so the set is averaged over the ways in which
-the levels may have come there (drift.py): it begins where the chance of a larger ratio is 97.5 %, and ends where it is
-2.5 %.
+Along training both levels drift, and a mean over a window is that of the window's middle. A trend that a test chooses
+is too sure of itself: where the test just fails, the mean is off by as much as its error. So no trend is chosen. Every
+one on a grid is fitted, x = level * exp(b s + g s^2) with s from -1 to 0 (now), and weighs by its likelihood and by a
+prior without units: no drift at all, or one whose log changes over the window by about 0.3, 1 or 3. A break is one more
+way: the recent half or quarter by itself, with another trend before it. The set is averaged over these ways: it begins
+where the chance of a larger ratio is 97.5 %, and ends where it is 2.5 %.
 
 Promises:
 - value and interval are of the present, the end of the window; without drift they are those of the means;
+- without drift the plain mean has most of the weight; with drift that shows, the trends that explain it have;
+- every fit is linear in the observations, so its error is known from their spread;
 - the spread is taken from differences of neighbours (von Neumann 1941), in which a drift does not show;
 - observations may weigh differently.
 """
@@ -26,27 +31,12 @@ import numpy as np
 from batchwright.units import LARGEST_COUNT
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
     Floats = npt.NDArray[np.float64]
-    from collections.abc import Callable
 
-
-# Where a drifting quantity stands now: its level averaged over the ways it may have come there.
-#
-# Along training T and |G|^2 drift, and a mean over a window is that of the window's middle. A trend fitted to the
-# window
-# gives the present level, but a trend that is chosen by a test first is too sure of itself: where the test just fails,
-# the mean is off by as much as its error. So no trend is chosen. Every one on a grid is fitted,
-# x = level * exp(b s + g s^2) with s from -1 to 0 (now), and weighs by its likelihood and by a prior that knows no
-# unit:
-# no drift at all, or one whose log changes over the window by about 0.3, 1 or 3. A break is one more way: the recent
-# half
-# or quarter by itself, with another trend before it.
-#
-# Promises:
-# - without drift the plain mean has most of the weight; with drift that shows, the trends that explain it have;
-# - every fit is linear in the observations, so its error is known from their spread.
 
 # The prior: the scale of the log change over the window, and how likely it is taken to be. A curvature of the log is
 # taken to be half as large as its slope. They are round numbers that span what a window can hold. The share of "no
@@ -175,13 +165,13 @@ _TINY = 1e-100
 
 @dataclass(frozen=True)
 class Interval:
-    """Where a ratio lies; the upper end is infinite where it is not resolved."""
+    """Where a ratio lies; the upper end is infinite if it is not resolved."""
 
     value: float
     low: float
     high: float
     further_steps: int | None = None
-    """As many more until the upper end is likely to be resolved; None where the denominator is not above 0."""
+    """As many more until the upper end is likely to be resolved; None if the denominator is not above 0."""
     numerator: float = math.nan
     denominator: float = math.nan
     """The levels whose ratio it is."""
@@ -235,10 +225,8 @@ def fieller(
     )
 
 
-def _present(
-    a: npt.NDArray[np.float64], c: npt.NDArray[np.float64], w: npt.NDArray[np.float64], confidence: float
-) -> Interval | None:
-    """The interval of now; None where there is no spread to reckon with."""
+def _present(a: Floats, c: Floats, w: Floats, confidence: float) -> Interval | None:
+    """The interval of now; None if there is no spread to reckon with."""
     sizes = float(np.abs(a).max()), float(np.abs(c).max())
     if not all(_TINY < size < 1 / _TINY for size in sizes) or float(w.min()) <= 0:
         return None
@@ -247,7 +235,7 @@ def _present(
     if float(var_a.max()) < _TINY or float(var_c.max()) < _TINY:
         return None
     # Squared differences are rough where the spread falls: no observation counts as a hundred others.
-    var_a, var_c = (np.maximum(each, 1e-2 * each.mean()) for each in (var_a, var_c))
+    var_a, var_c = (np.maximum(spread, 1e-2 * spread.mean()) for spread in (var_a, var_c))
     cov = np.clip(cov, -np.sqrt(var_a * var_c), np.sqrt(var_a * var_c))
     place = np.cumsum(w) - w.sum()
     # Where the spread of a few steps is large by chance, so is their mean: weights by the local spread alone would
@@ -290,7 +278,7 @@ def _present(
 
 
 def _ratio_at(chance: float, chance_above: Callable[[float], float], unbounded: float, start: float) -> float:
-    """The ratio that is exceeded with a chance: 0 where even that is less likely, infinite where none is so large."""
+    """The ratio that is exceeded with a chance: 0 where even that is less likely, infinite if none is so large."""
     if chance_above(0.0) <= chance:
         return 0.0
     if unbounded >= chance:
@@ -306,13 +294,13 @@ def _ratio_at(chance: float, chance_above: Callable[[float], float], unbounded: 
     return high
 
 
-def _quantile(w: npt.NDArray[np.float64], confidence: float) -> float:
+def _quantile(w: Floats, confidence: float) -> float:
     number = 1 / float(w @ w)
     # What a variance from differences is worth, in degrees of freedom: about two thirds of the usual.
     return student_t(0.5 + confidence / 2, 2 * (number - 1) ** 2 / (3 * number - 4))
 
 
-def _normal(z: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _normal(z: Floats) -> Floats:
     """The normal distribution function, by Abramowitz and Stegun 26.2.17: to 7.5e-8."""
     t = 1 / (1 + 0.2316419 * np.abs(z))
     series = t * (0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
@@ -320,7 +308,7 @@ def _normal(z: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.where(z > 0, 1 - above, above)
 
 
-def _of_neighbours(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64], w: npt.NDArray[np.float64]) -> float:
+def _of_neighbours(x: Floats, y: Floats, w: Floats) -> float:
     """The covariance of two weighted means, from differences of neighbours."""
     pairs = w[1:] * w[:-1] * np.diff(x) * np.diff(y)
     return float(pairs.sum() / 2 * len(w) / (len(w) - 1))

@@ -1,4 +1,16 @@
-"""`NoiseRun`: a short training run, and what its gradients say of the batch in use."""
+"""`NoiseRun`: a short training run, and where its batch stands beside the critical batch (`judge`).
+
+The three positions are a factor of 4 apart from the critical batch Bc, because the curves then say something plain:
+
+- far below (B < Bc/4): at most 20 % of the samples are wasted, and a doubling saves at least 40 % of the steps;
+- near: in between; at B = Bc half of the samples are wasted, and a doubling saves a quarter of the steps;
+- beyond (B > 4 Bc): at least 80 % of the samples are wasted, and a doubling saves at most 10 % of the steps.
+
+Promises:
+- a position is claimed only if the whole interval of the critical batch agrees; otherwise all that it allows are named;
+- "beyond" is never claimed while the upper end is not resolved: then nothing shows that the batch is too large;
+- every number carries the interval.
+"""
 
 from __future__ import annotations
 
@@ -28,24 +40,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from batchwright.planning.critical_batch import CriticalBatch
     from batchwright.planning.soonest import BestBatch
 
-
-# `judge`: where a batch stands beside the critical batch, and what to do about it.
-#
-# The three positions are a factor of 4 apart from the critical batch Bc, because the curves then say something plain:
-#
-# - far below (B < Bc/4): at most 20 % of the samples are wasted, and a doubling saves at least 40 % of the steps;
-# - near: in between; at B = Bc half of the samples are wasted, and a doubling saves a quarter of the steps;
-# - beyond (B > 4 Bc): at least 80 % of the samples are wasted, and a doubling saves at most 10 % of the steps.
-#
-# Promises:
-# - a position is claimed only if the whole interval of the critical batch agrees; otherwise all that it allows are
-#   named;
-# - "beyond" is never claimed while the upper end is not resolved: then there is no evidence that the batch is too
-#   large;
-# - every number carries the interval.
 
 POSITIONS = ("far below", "near", "beyond")
 _FACTOR = 4.0
@@ -78,7 +74,7 @@ class Verdict:
 
     @property
     def position(self) -> str:
-        """The position in words; "unresolved" where the interval allows all three."""
+        """The position in words; "unresolved" if the interval allows all three."""
         return "unresolved" if len(self.positions) == len(POSITIONS) else " or ".join(self.positions)
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,8 +123,8 @@ def judge(
     >>> judge(CriticalBatch(900.0, 20.0, float("inf"), "samples", 9), 128).recommendation
     'no evidence that the batch is too large: keep it, and measure longer'
 
-    With an `optimizer` it says how the learning rate, and where they are given betas and weight decay, go with a
-    doubled and with a halved batch.
+    With an `optimizer` it says how the learning rate, and betas and weight decay if they are given, go with a doubled
+    and with a halved batch.
     """
     batch = checked_batch(effective_batch, "effective batch")
     num_devices = whole_number(devices, "devices")
@@ -240,9 +236,9 @@ class NoiseRun(PrintedResult):
     seconds_per_step: float
     """The median."""
     gamma: float | None
-    """What a batch that follows the critical batch could buy; 1 for nothing. None where the trend is not resolved."""
+    """What a batch that follows the critical batch could buy; 1 for nothing. None if the trend is not resolved."""
     best: BestBatch | None = None
-    """The batch that reaches the loss soonest, where step times were handed in."""
+    """The batch that reaches the loss soonest, if step times were handed in."""
     skipped: Mapping[str, int] | None = None
     notes: tuple[str, ...] = ()
     source: str = "measured"
@@ -274,7 +270,7 @@ class NoiseRun(PrintedResult):
             "observations": self.critical_batch.observations,
             "steps_needed": self.critical_batch.steps_needed,
             "history": [point.to_dict() for point in self.history],
-            "by_group": {name: each.to_dict() for name, each in self.by_group.items()},
+            "by_group": {name: critical.to_dict() for name, critical in self.by_group.items()},
             "seconds_per_step": self.seconds_per_step,
             "gamma": self.gamma,
             "verdict": self.verdict.to_dict(),

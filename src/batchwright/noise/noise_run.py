@@ -1,6 +1,10 @@
-"""`measure_noise`: train a workload for some steps, and say where its batch stands beside the critical one.
+"""Train a workload for real, on its own data, and measure the critical batch beside the one in use (`measure_noise`).
 
 Promises:
+- with `data` every sample comes once per epoch, in an order that the seed decides; with `batch` samples are made anew;
+- ranks share the data and take different samples; the model is wrapped as the workload says, else in DDP;
+- what is live (model, optimizers, scaler, what the functions hold) and the random state come back as they were, so
+  that whatever trains next begins where this did;
 - the training is real: the workload's own data, loss and optimizer, stepped by an Accumulator;
 - the answer is that of the last half of the run, and the trend shows the whole of it;
 - what was left out of the measurement, and why, is in the result.
@@ -48,16 +52,6 @@ if TYPE_CHECKING:
     from batchwright.accumulate.window import Step
     from batchwright.planning.critical_batch import CriticalBatch
     from batchwright.workload import Workload
-
-
-# Train a workload for real, on its own data: what the noise of gradients and the critical batch are measured in.
-#
-# Promises:
-# - with `data` every sample comes once per epoch, in an order that the seed decides; with `batch` samples are made
-#   anew;
-# - ranks share the data and take different samples; the model is wrapped as the workload says, else in DDP;
-# - what is live (model, optimizers, scaler, what the functions hold) and the random state come back as they were, so
-#   that whatever trains next begins where this did.
 
 
 @dataclass(frozen=True)
@@ -145,15 +139,15 @@ def _materialise(workload: Workload, model: nn.Module, device: torch.device, sha
             workload.loss(model, make_batch(workload, 1, shape, device))
 
 
-def fitting_split(each: int, largest: int | None) -> tuple[int, int]:
+def fitting_split(share: int, largest: int | None) -> tuple[int, int]:
     """Return micro-batch and accumulation of one rank's share: such that there is a spread, and each fits.
 
     >>> fitting_split(64, None), fitting_split(64, 32), fitting_split(64, 5), fitting_split(66, 4)
     ((16, 4), (16, 4), (4, 16), (3, 22))
     """
-    usual, _ = split_of(each, None, 1)
-    size = next(size for size in range(min(usual, largest or usual), 0, -1) if each % size == 0)
-    return size, each // size
+    usual, _ = split_of(share, None, 1)
+    size = next(size for size in range(min(usual, largest or usual), 0, -1) if share % size == 0)
+    return size, share // size
 
 
 def split_of(effective_batch: int, micro_batch: int | None, ranks: int) -> tuple[int, int]:
@@ -167,19 +161,19 @@ def split_of(effective_batch: int, micro_batch: int | None, ranks: int) -> tuple
             f"an effective batch of {effective_batch} cannot be shared by {counted(ranks, 'rank')} alike.",
             remedy=f"--effective-batch {-(-effective_batch // ranks) * ranks}",
         )
-    each = effective_batch // ranks
+    share = effective_batch // ranks
     if micro_batch is None:
         # Four parts know the signal to within 15 to 30 % of what single examples would (research: variance of |G|^2).
-        accumulation = next((parts for parts in (4, 3, 2, 5, 6, 7) if each % parts == 0), 1)
-        return each // accumulation, accumulation
-    if each % micro_batch:
-        near = next(size for size in range(min(micro_batch, each), 0, -1) if each % size == 0)
+        accumulation = next((parts for parts in (4, 3, 2, 5, 6, 7) if share % parts == 0), 1)
+        return share // accumulation, accumulation
+    if share % micro_batch:
+        near = next(size for size in range(min(micro_batch, share), 0, -1) if share % size == 0)
         raise InvalidInputError(
             f"an effective batch of {effective_batch} on {counted(ranks, 'rank')} is no whole number of micro-batches "
             f"of {micro_batch}.",
             remedy=f"--micro-batch {near}",
         )
-    return micro_batch, each // micro_batch
+    return micro_batch, share // micro_batch
 
 
 # Steps in a row whose loss is not a number.
@@ -235,12 +229,12 @@ def measure_noise(
             unit=unit or (None if workload.units is None else "units"),
             population=None if workload.data is None else len(workload.data),
         )
-        split_asked = f"an effective batch of {effective_batch}, as {size}x{accumulation},"
-        with closing(noise), needing_larger_micro_batches(split_asked):
+        split_in_words = f"an effective batch of {effective_batch}, as {size}x{accumulation},"
+        with closing(noise), needing_larger_micro_batches(split_in_words):
             done: list[Step] = []
             seconds: list[float] = []
             batches = itertools.islice(trained.batches(size, accumulation), steps * accumulation)
-            start = said = time.monotonic()
+            start = reported = time.monotonic()
             num_bad = 0
             for batch in accumulator.micro_batches(SizedBatches(batches, size), weight=workload.units):
                 loss = checked_loss(workload.loss(trained.model, batch))
@@ -260,16 +254,16 @@ def measure_noise(
                 now = time.monotonic()
                 seconds.append(now - start)
                 start = now
-                if now - said > 2 or len(done) == steps:
-                    said = now
+                if now - reported > 2 or len(done) == steps:
+                    reported = now
                     progress(
                         f"step {len(done):,} of {steps:,}, loss {step.loss:.4g}, critical batch {noise.critical_batch}"
                     )
         split = (size, accumulation, trained.ranks)
-        return _told(workload, noise, done, seconds, split, trained.optimizers, times, on=str(device))
+        return _judge_run(workload, noise, done, seconds, split, trained.optimizers, times, on=str(device))
 
 
-def _told(
+def _judge_run(
     workload: Workload,
     noise: NoiseScale,
     done: Sequence[Step],
@@ -298,7 +292,7 @@ def _told(
             notes.append(f"no batch can be named as the soonest: {error.problem.rstrip('.')}")
     verdict = judge(
         samples or critical,
-        # Where nothing tells how many samples a unit has, both are in units.
+        # If the samples of a unit were not counted, both are in units.
         effective_batch if samples else sum(step.units for step in done) / len(done),
         optimizer=type(optimizers[0]).__name__,
         # A schedule may stand at 0 in the end.
@@ -330,11 +324,11 @@ def _told(
 def _trend(
     noise: NoiseScale, done: Sequence[Step], effective_batch: int, last: CriticalBatch
 ) -> tuple[TrendPoint, ...]:
-    found = [(point.step, point.critical_batch) for point in noise.history]
-    if not found or found[-1][0] < done[-1].number:
-        found.append((done[-1].number, last))
+    estimates = [(point.step, point.critical_batch) for point in noise.history]
+    if not estimates or estimates[-1][0] < done[-1].number:
+        estimates.append((done[-1].number, last))
     points, before = [], 0
-    for number, critical in found:
+    for number, critical in estimates:
         losses = [step.loss for step in done if before < step.number <= number]
         before = number
         mean = sum(losses) / len(losses) if losses else float("nan")

@@ -1,8 +1,8 @@
 """`NoiseScale`: the critical batch size while training runs, with its interval.
 
 Promises:
-- gradients, weights and random numbers are not changed, but where a batch has to be cut in two, which is said; nothing
-  is read from a device for a micro-batch;
+- gradients, weights and random numbers are not changed; if a batch has to be cut in two, they may be, and a note says
+  so; nothing is read from a device for a micro-batch;
 - all ranks give the same answer;
 - a window that cannot be used is left out, counted in `skipped` by its reason, and never becomes a number.
 """
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from batchwright.planning.critical_batch import CriticalBatch
 
 
-# The noise scale from a list of gradients, without any training loop: one step, one number.
-
-
 def estimate(gradients: Any, micro_batch: float | Sequence[float] = 1) -> float | None:
     """Return T/|G|^2 from the gradients of the micro-batches of one step, each the mean over its samples.
 
@@ -52,8 +49,8 @@ def estimate(gradients: Any, micro_batch: float | Sequence[float] = 1) -> float 
     (inf, None)
 
     A gradient is a tensor, or a list or dict of tensors; `gradients` may be one tensor with a row each. `micro_batch`
-    is the samples of a micro-batch, or a list with those of each. Without gradients the answer is None; where the
-    signal is zero, or is not told from zero by these micro-batches, it is infinite. One step says little:
+    is the samples of a micro-batch, or a list with those of each. Without gradients the answer is None; if the
+    signal is zero, or these micro-batches cannot tell it from zero, it is infinite. One step says little:
     `NoiseScale` averages over many, and has an interval.
     """
     rows = [] if gradients is None else [_flat(gradient) for gradient in gradients]
@@ -131,15 +128,19 @@ class NoiseScale:
     >>> noise = NoiseScale(accumulator)
     >>> for micro in accumulator.micro_batches([torch.randn(8, 4) for _ in range(400)]):
     ...     step = accumulator.backward((model(micro) - micro.sum(1, keepdim=True)).pow(2).mean())
-    >>> found = noise.critical_batch
-    >>> found.observations, found.unit, found.low < found.value < found.high
+    >>> critical = noise.critical_batch
+    >>> critical.observations, critical.unit, critical.low < critical.value < critical.high
     (100, 'samples', True)
 
     For a loop of one's own: `NoiseScale(model, optimizer=optimizer, micro_batch=8)`, made before the loop begins.
-    `every` looks at one step in so many; `window` is the number of units that the average goes over, by default those
-    of 200 steps; `unit` names what the weights count; `population` is the size of a dataset that is drawn from without
-    replacement; `scaler` is a loop's GradScaler. `batch_dim=1` is for inputs whose samples lie along dimension 1, as in
-    recurrent nets and transformers that take the time first.
+
+    - `every`: measure every N-th step.
+    - `window`: the units to average over; default: those of 200 steps.
+    - `unit`: the name of what the weights count.
+    - `population`: the size of a dataset that is drawn from without replacement.
+    - `scaler`: the GradScaler of a loop of one's own.
+    - `batch_dim`: the dimension along which the samples of an input lie; 1 for recurrent nets and transformers that
+      take the time first.
     """
 
     def __init__(
@@ -206,8 +207,8 @@ class NoiseScale:
     def by_group(self) -> dict[str, CriticalBatch]:
         """The estimate for each of the optimizer's parameter groups."""
         self._read()
-        found = {name: self._track.critical_batch(group) for group, name in enumerate(self._track.names)}
-        return {name: each for name, each in found.items() if each is not None}
+        estimates = {name: self._track.critical_batch(group) for group, name in enumerate(self._track.names)}
+        return {name: critical for name, critical in estimates.items() if critical is not None}
 
     @property
     def history(self) -> list[HistoryPoint]:
@@ -259,7 +260,7 @@ class NoiseScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` stood."""
+        """Resume from a `state_dict()`."""
         names = self._track.names
         if state["track"]["names"] != names:
             raise InvalidInputError(
@@ -298,7 +299,7 @@ class NoiseScale:
     def _read(self) -> None:
         unread, self._unread = self._unread, []
         for rows, factor, number in unread:
-            told = MeasuredWindow.read(
+            report = MeasuredWindow.read(
                 rows,
                 self._source.parallelism,
                 factor=factor,
@@ -306,27 +307,27 @@ class NoiseScale:
                 probe_tolerance=PROBE_TOLERANCES.get(self._source.leaves.weights.itemsize, ROUGH),
                 is_own_loop=self.accumulator is None,
             )
-            if told.reason:
-                self.skip(told.reason)
+            if report.reason:
+                self.skip(report.reason)
                 continue
-            self._name_unit(told)
-            self._track.add(told.observations, step=number, samples=told.samples)
-            if self._alike.add(told.squares_by_rank):
+            self._name_unit(report)
+            self._track.add(report.observations, step=number, samples=report.samples)
+            if self._alike.add(report.squares_by_rank):
                 self.note(self._alike.warning)
 
-    def _name_unit(self, told: MeasuredWindow) -> None:
-        if self._population is not None and not told.samples:
+    def _name_unit(self, report: MeasuredWindow) -> None:
+        if self._population is not None and not report.samples:
             self.note("nothing told how many samples a micro-batch has, so population= is not corrected for")
         if self._has_unit:
             return
         self._has_unit = True
-        if not told.samples and told.units == told.observations[0].parts:
+        if not report.samples and report.units == report.observations[0].parts:
             self._track.unit = "micro-batches"
             self.note(
                 "nothing told how large a micro-batch is, so the critical batch is counted in micro-batches; "
                 "micro_batches(loader) counts samples, backward(loss, weight=len(batch)) does too"
             )
-        elif abs(told.samples - told.units) > 1e-6 * told.units:
+        elif abs(report.samples - report.units) > 1e-6 * report.units:
             self._track.unit = "units"
 
     def _watched(self, accumulator: Accumulator, every: int) -> WatchedWindows:
@@ -341,7 +342,7 @@ class NoiseScale:
             raise InvalidInputError(
                 f"NoiseScale takes an Accumulator, or a model with its optimizer; received {shortened(model)}."
             )
-        wrong = [each for each in optimizers if not hasattr(each, "param_groups")]
+        wrong = [optimizer for optimizer in optimizers if not hasattr(optimizer, "param_groups")]
         if wrong:
             raise InvalidInputError(f"NoiseScale takes optimizers of torch; received {shortened(wrong[0])}.")
         if not optimizers or micro_batch is None:

@@ -107,11 +107,11 @@ class BatchRamp:
 
     @property
     def gamma(self) -> float | None:
-        """What a batch that follows the trend seen so far could buy; 1 for nothing, None where no trend is known."""
+        """What a batch that follows the trend seen so far could buy; 1 for nothing, None if no trend is known."""
         return gamma_of(self._noise.history)
 
     def update(self, step: Step) -> RampDecision | None:
-        """Look at the critical batch after a step, and raise the accumulation where it is time."""
+        """Look at the critical batch after a step, and raise the accumulation if it is time."""
         self._batch = max(self._batch, step.units)
         window, units = self._noise.progress
         if window is None:
@@ -185,9 +185,9 @@ class BatchRamp:
             return 1.0
         optimizer = self._accumulator.optimizer
         name = type(optimizer[0] if isinstance(optimizer, list) else optimizer).__name__
-        found = learning_rate_change(name, batch, 2 * batch, critical).factor
+        factor = learning_rate_change(name, batch, 2 * batch, critical).factor
         # As the decision: by the lower end.
-        return 1.0 if found is None else found.low
+        return 1.0 if factor is None else factor.low
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         optimizers = self._accumulator.optimizer
@@ -213,12 +213,12 @@ class BatchRamp:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` stood, with its accumulation."""
+        """Resume from a `state_dict()`, with its accumulation."""
         self._accumulator.accumulation = state["accumulation"]
         self._looks, self._next_look = state["looks"], state["next_look"]
         self.decisions = [
-            RampDecision(**{**each, "critical_batch": CriticalBatch(**each["critical_batch"])})
-            for each in state["decisions"]
+            RampDecision(**{**decision, "critical_batch": CriticalBatch(**decision["critical_batch"])})
+            for decision in state["decisions"]
         ]
 
 

@@ -1,7 +1,12 @@
-"""Observations along a run: a window of them that is counted in units, never in steps, and what it says of now.
+"""Observations of the noise along a run: a window counted in units, never in steps, and what it says of now.
+
+With g the gradient of one unit (a sample, a token), G is its mean and T the trace of its covariance. The mean gradient
+of n units has E|g_n|^2 = |G|^2 + T/n. The noise scale is T/|G|^2: the units at which noise and signal are equal.
 
 Promises:
-- numerator and denominator are estimated apart, and divided last; nothing is clamped;
+- T and |G|^2 of a step are unbiased, each by itself; |G|^2 is negative on many steps, and is left so: they are averaged
+  apart and divided last, nothing is clamped;
+- parts of a step may be of different sizes: micro-batches, those of other ranks, single examples;
 - the answer is that of the end of the window, not of its middle (interval.py);
 - an observation weighs by its units, so that a change of the batch changes nothing about what is estimated;
 - memory stays bounded: observations of the window, and four points of history per window.
@@ -21,19 +26,6 @@ from batchwright.planning.critical_batch import CriticalBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-# One look at the noise of a gradient: what the parts of a batch say about its spread and its size.
-#
-# Notation, with g the gradient of one unit (a sample, a token): G its mean, T the trace of its covariance. The mean
-# gradient of n units has E|g_n|^2 = |G|^2 + T/n. The noise scale is T/|G|^2: the units at
-# which noise and signal are equal.
-#
-# Promises:
-# - T and |G|^2 are unbiased, each by itself; |G|^2 is then negative on many steps, and is left so: whoever averages
-#   first
-#   and divides last gets the ratio right, and whoever clamps before does not;
-# - parts may be of different sizes: micro-batches, those of other ranks, single examples.
 
 
 @dataclass(frozen=True)
@@ -76,8 +68,8 @@ class Squares:
     @staticmethod
     def of(squares: Sequence[float], sizes: Sequence[float]) -> Squares:
         """Sum up parts from |g|^2 and n of each; a part without units tells nothing and is left out."""
-        told = [(square, size) for square, size in zip(squares, sizes, strict=True) if size > 0]
-        return Squares(sum(s * n for s, n in told), float(sum(n for _, n in told)), len(told))
+        parts = [(square, size) for square, size in zip(squares, sizes, strict=True) if size > 0]
+        return Squares(sum(s * n for s, n in parts), float(sum(n for _, n in parts)), len(parts))
 
     def observe(self, square_of_mean: float, *, population: float | None = None) -> Observation | None:
         """Return the estimates, given |mean g|^2 over all parts, weighted by their units; None for fewer than two.
@@ -100,7 +92,7 @@ class Squares:
 
 
 def ratio(trace: float, signal: float) -> float:
-    """Return T/|G|^2 of averages: infinite where there is no signal.
+    """Return T/|G|^2 of averages: infinite if there is no signal.
 
     >>> ratio(2.0, 0.5), ratio(2.0, -0.1), ratio(0.0, 0.0)
     (4.0, inf, inf)
@@ -175,9 +167,9 @@ class Track:
         while len(self._kept) > 1 and self._units_kept - self._kept[0].units >= self.window:
             self._units_kept -= self._kept.popleft().units
         if self.total_units >= self._next_point:
-            found = self.critical_batch()
-            assert found is not None
-            self.history.append(HistoryPoint(step, self.total_units, found, self._units_kept / len(self._kept)))
+            critical = self.critical_batch()
+            assert critical is not None
+            self.history.append(HistoryPoint(step, self.total_units, critical, self._units_kept / len(self._kept)))
             self._next_point = self.total_units + self.window / POINTS_PER_WINDOW
 
     def average_over(self, window: float) -> None:
@@ -193,7 +185,7 @@ class Track:
         self._units_kept = 0.0
 
     def critical_batch(self, group: int | None = None) -> CriticalBatch | None:
-        """Return the estimate of now, of one group or of all weights; None where nothing was seen.
+        """Return the estimate of now, of one group or of all weights; None if nothing was seen.
 
         It is that of the end of the window, however T and |G|^2 drifted within it.
         """
@@ -245,7 +237,7 @@ class Track:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` stood."""
+        """Resume from a `state_dict()`."""
         self._answers.clear()
         self.window, self.unit, self.names = state["window"], state["unit"], list(state["names"])
         self.total_units, self.num_seen = state["total_units"], state["num_seen"]

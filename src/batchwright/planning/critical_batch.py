@@ -35,7 +35,7 @@ class CriticalBatch:
     """
 
     value: float
-    """As it is now, at the last of the observations; infinite where no signal was seen."""
+    """As it is now, at the last of the observations; infinite if no signal was seen."""
     low: float
     high: float
     """Infinite where it is not resolved."""
@@ -43,7 +43,7 @@ class CriticalBatch:
     observations: int
     """Optimizer steps that it rests on."""
     steps_needed: int | None = None
-    """Further steps until the upper end is likely to be resolved; None where that cannot be told."""
+    """Further steps until the upper end is likely to be resolved; None if that cannot be told."""
     trace: float = math.nan
     """T, the trace of the covariance of one unit's gradient, as of now."""
     signal: float = math.nan

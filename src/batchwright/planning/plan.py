@@ -220,12 +220,12 @@ class Plan(PrintedResult):
 
     @property
     def forwards_per_epoch(self) -> int | None:
-        """Forward passes on each device in one epoch; None where the number of samples is not known."""
+        """Forward passes on each device in one epoch; None if the number of samples is not known."""
         return self.epoch.forwards if self.epoch else None
 
     @property
     def updates_per_epoch(self) -> int | None:
-        """Optimizer steps in one epoch; None where the number of samples is not known."""
+        """Optimizer steps in one epoch; None if the number of samples is not known."""
         return self.epoch.updates if self.epoch else None
 
     def batch_sampler(

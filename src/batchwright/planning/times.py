@@ -208,7 +208,7 @@ def _residual(row: list[float], solution: tuple[float, ...]) -> float:
 
 
 def _least_squares(rows: list[list[float]], subset: tuple[int, ...]) -> tuple[float, ...] | None:
-    """Solve `rows @ x = 1` over some of the columns, the others at zero; None where that is not unique."""
+    """Solve `rows @ x = 1` over some of the columns, the others at zero; None if that is not unique."""
     scale = [max(abs(row[j]) for row in rows) for j in subset]
     if not all(scale):
         return None

@@ -71,7 +71,7 @@ def _description(workload: Workload, target: str | None, ask: Ask) -> dict[str, 
 
 
 def _num_numbers(parameters: Iterable[nn.Parameter]) -> int | None:
-    """Return the numbers in some parameters; None where a lazy one does not know its shape yet."""
+    """Return the numbers in some parameters; None if a lazy one does not know its shape yet."""
     counted = list(parameters)
     return None if any(map(is_lazy, counted)) else sum(parameter.numel() for parameter in counted)
 

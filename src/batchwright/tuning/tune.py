@@ -47,7 +47,7 @@ class Tuned(PrintedResult):
 
     run: dict[str, Any]
     file: Path | None = field(default=None, compare=False)
-    """Where the run is written; None where it is not, or could not be."""
+    """Where the run is written; None if it is not, or could not be."""
 
     @property
     def finished(self) -> bool:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from batchwright.noise.branch_curve import Branch, MeasuredCriticalBatch
+    from batchwright.noise.branches import Branch, MeasuredCriticalBatch
     from batchwright.noise.noise_result import NoiseRun
     from batchwright.planning.critical_batch import CriticalBatch
     from batchwright.planning.soonest import BestBatch
