@@ -9,21 +9,21 @@ import pytest
 from batchwright.planning.dialects import FRAMEWORKS
 from batchwright.planning.soonest import best_batch
 from batchwright.tuning.recommendation import advise_run
-from batchwright.tuning.request import Ask
-from batchwright.tuning.run_file import Known
+from batchwright.tuning.run_file import Measured
+from batchwright.tuning.tune_request import TuneRequest
 from tests.tuning.runs import CRITICAL, by_hand
 
 
 def advised(run: dict[str, Any] | None = None, **asked: Any) -> dict[str, Any]:
     run = run or by_hand()
-    advise_run(run, Ask.read(**asked))
+    advise_run(run, TuneRequest(**asked))
     found: dict[str, Any] = run["recommendation"]
     return found
 
 
 def test_the_batch_is_the_one_that_reaches_the_loss_soonest_in_whole_micro_batches() -> None:
     found = advised()
-    times = Known(by_hand()).times
+    times = Measured.read(by_hand()).times
     assert times is not None
     best = best_batch(400.0, times, micro_batch=16)
     assert found["best_effective_batch"] == best.value

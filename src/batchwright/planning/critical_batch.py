@@ -21,7 +21,7 @@ from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,23 @@ class CriticalBatch:
             "signal": _number(self.signal),
             "samples_per_unit": self.samples_per_unit,
         }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CriticalBatch:
+        """Return the critical batch that `to_dict` wrote down.
+
+        >>> print(CriticalBatch.from_dict(CriticalBatch(300.0, 200.0, 500.0, "samples", 50).to_dict()))
+        300 [200, 500] samples
+        """
+        otherwise = {"value": math.inf, "low": 0.0, "high": math.inf, "trace": math.nan, "signal": math.nan}
+        numbers = {name: otherwise[name] if data[name] is None else float(data[name]) for name in otherwise}
+        return cls(
+            **numbers,
+            unit=str(data["unit"]),
+            observations=int(data["observations"]),
+            steps_needed=data["steps_needed"],
+            samples_per_unit=data.get("samples_per_unit"),
+        )
 
     def __str__(self) -> str:
         if self.resolved:

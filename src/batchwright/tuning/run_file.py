@@ -1,29 +1,36 @@
-"""What the sections of a run say, as the objects that the arithmetic takes.
+"""A run as one JSON file, and its sections as the objects that the arithmetic takes.
 
-A run that is taken up again has only its file: so everything after a measurement reads the section, not the object.
+A run that is resumed has only its file: so everything after a measurement reads the section, not the result.
+
+Promises:
+- a run is written whole or not at all, and one that cannot be read is refused with the reason;
+- every section is there: what `--json` of its command prints, or `{"skipped": reason}`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
 from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.planning.times import TimedPoint, TimeModel, fit_times
+from batchwright.units import LARGEST_COUNT
 from batchwright.user_files import read_text, replace_file
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from batchwright.planning.plan import Plan
 
 
-# A run as one JSON file: written whole or not at all, and read back with a clear word where it cannot be.
-#
-# Promises:
-# - every section is there: what `--json` of its command prints, or `{"skipped": reason}`.
+Section = dict[str, Any]
+"""Plain data, as JSON holds it."""
+Run = dict[str, Any]
+"""All sections by name, beside `schema`, `kind`, `created` and `finished`."""
 
 KIND, SCHEMA = "batchwright run", 1
 SECTIONS = ("workload", "estimate", "fit", "throughput", "audit", "noise", "plan", "recommendation")
@@ -35,8 +42,8 @@ _CRITICAL = {
     "observations": int,
 }
 _LINE = {"fixed_bytes": _NUMBER, "bytes_per_sample": _NUMBER}
-# What a run that is taken up again reads of each section (known.py, advise_run.py); everything else is only shown.
-_NEEDED: dict[str, dict[str, Any]] = {
+# What `Measured` reads of each section; everything else is only shown.
+_NEEDED: dict[str, Section] = {
     "workload": {"name": str, "samples": (int, None), "optimizer": (str, None), "learning_rate": _MAYBE},
     "estimate": {
         "micro_batch": int,
@@ -60,7 +67,7 @@ _NEEDED: dict[str, dict[str, Any]] = {
 }
 
 
-def new_run(created: str) -> dict[str, Any]:
+def new_run(created: str) -> Run:
     """Return a run of which nothing has been done.
 
     >>> new_run("2026-11-16")["fit"]
@@ -71,7 +78,7 @@ def new_run(created: str) -> dict[str, Any]:
     return {"schema": SCHEMA, "kind": KIND, "created": created, "finished": False, **empty}
 
 
-def is_done(section: dict[str, Any]) -> bool:
+def is_done(section: Section) -> bool:
     """Whether a section holds an answer; that of `noise` has a `skipped` of its own, which counts steps.
 
     >>> is_done({"skipped": "as asked"}), is_done({"micro_batch": 8}), is_done({"skipped": {"not finite": 2}})
@@ -80,13 +87,13 @@ def is_done(section: dict[str, Any]) -> bool:
     return not isinstance(section.get("skipped"), str)
 
 
-def write_run(run: dict[str, Any], file: Path) -> None:
+def write_run(run: Run, file: Path) -> None:
     """Replace the file by this run; a number that is none, or infinite, is written as null."""
     text = json.dumps(_finite(run), indent=1, allow_nan=False) + "\n"
     replace_file(file, text.encode(), what="the run", option="--run-file FILE")
 
 
-def read_run_file(file: str | Path) -> dict[str, Any]:
+def read_run_file(file: str | Path) -> Run:
     """Return the run in a file."""
     path = Path(file)
     try:
@@ -121,7 +128,7 @@ def read_run_file(file: str | Path) -> dict[str, Any]:
     return run
 
 
-def read_run_to_resume(file: str | Path) -> tuple[dict[str, Any], list[str]]:
+def read_run_to_resume(file: str | Path) -> tuple[Run, list[str]]:
     """Return the run in a file, and the sections that are damaged, which are to be measured again.
 
     A workload that is damaged cannot be told from another one, so there is nothing to go on with.
@@ -133,9 +140,9 @@ def read_run_to_resume(file: str | Path) -> tuple[dict[str, Any], list[str]]:
     return {**run, **{name: {"skipped": "its section was damaged"} for name in damaged}}, damaged
 
 
-def _damaged(path: Path, why: str) -> InvalidInputError:
+def _damaged(path: Path, reason: str) -> InvalidInputError:
     return InvalidInputError(
-        f"the run at '{path}' is damaged: {why}.",
+        f"the run at '{path}' is damaged: {reason}.",
         remedy="batchwright tune TARGET --run-file FILE, which writes it anew",
     )
 
@@ -147,11 +154,11 @@ def _holds(value: Any, needed: Any) -> bool:
     (True, False, False)
     """
     if isinstance(needed, tuple):
-        return any(_holds(value, each) for each in needed)
+        return any(_holds(value, kind) for kind in needed)
     if isinstance(needed, dict):
         return isinstance(value, dict) and all(name in value and _holds(value[name], needed[name]) for name in needed)
     if isinstance(needed, list):
-        return isinstance(value, list) and all(_holds(each, needed[0]) for each in value)
+        return isinstance(value, list) and all(_holds(item, needed[0]) for item in value)
     if needed is None or isinstance(value, bool):  # a truth value is an int to Python, and no count
         return value is needed or (needed is bool and isinstance(value, bool))
     return isinstance(value, needed)
@@ -164,9 +171,9 @@ def _finite(value: Any) -> Any:
     {'loss': [1.0, None]}
     """
     if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -190,117 +197,187 @@ class MemoryLine:
 
 
 @dataclass(frozen=True)
-class Known:
-    """A run, read."""
+class WorkloadSection:
+    """What is trained."""
 
-    run: dict[str, Any]
+    name: str
+    samples: int | None
+    """None without a dataset."""
+    optimizer: str | None
+    learning_rate: float | None
+    """None if parameter groups have different ones."""
 
-    def section(self, name: str) -> dict[str, Any] | None:
-        """Return a section that was answered."""
-        section: dict[str, Any] = self.run[name]
-        return section if is_done(section) else None
+    @classmethod
+    def read(cls, section: Section) -> WorkloadSection:
+        """Read the section `workload`."""
+        return cls(**{argument.name: section[argument.name] for argument in fields(cls)})
 
-    @property
-    def micro_batch(self) -> int | None:
-        """The largest that fits."""
-        found = self.section("fit")
-        size = None if found is None else found["micro_batch"]
-        return size if isinstance(size, int) else None
 
-    @property
-    def nothing_fits(self) -> bool:
-        """Whether a fit has found that not even the smallest micro-batch fits."""
-        return self.run["fit"].get("nothing_fits") is True
+@dataclass(frozen=True)
+class FitSection:
+    """The largest micro-batch that fits."""
 
-    @property
-    def why_no_larger(self) -> str:
-        """Why the fit ended where it did, in its own words."""
-        fit = self.section("fit") or {}
-        return str(fit.get("reason") or "no larger one was asked for")
+    micro_batch: int | None
+    limit: int | None
+    """The largest size of interest."""
+    limit_bytes: int | None
+    line: tuple[float, float] | None
+    """Bytes whatever the batch, and bytes of a sample; None if a single probe ran."""
+    peak_bytes: int | None
+    reason: str
+    """Why no larger one, in the fit's own words."""
 
-    @property
-    def is_at_limit(self) -> bool:
-        """Whether the fit ended at the largest size of interest, not at the memory."""
-        fit = self.section("fit") or {}
-        return fit.get("micro_batch") is not None and fit.get("micro_batch") == fit.get("limit")
+    @classmethod
+    def read(cls, section: Section) -> FitSection:
+        """Read the section `fit`."""
+        line, peaks = section.get("line"), section.get("peak_bytes") or {}
+        return cls(
+            section["micro_batch"],
+            section.get("limit"),
+            section.get("limit_bytes"),
+            (line["fixed_bytes"], line["bytes_per_sample"]) if line else None,
+            next((peak for peak in reversed(peaks.values()) if peak), section.get("limit_bytes")),
+            str(section.get("reason") or "no larger one was asked for"),
+        )
 
-    @property
-    def memory_line(self) -> MemoryLine | None:
-        """What a sample takes near the answer, where there was a limit: measured by the fit, else as predicted."""
-        fit, estimate = self.section("fit"), self.section("estimate")
-        if fit is None or not fit["micro_batch"] or not fit.get("limit_bytes"):
-            return None
-        if fit.get("line"):
-            fixed, slope = fit["line"]["fixed_bytes"], fit["line"]["bytes_per_sample"]
-        elif estimate is not None:
-            # A fit that was remembered has one probe: its peak, and the slope of the trace.
-            slope = sum(grown or 0 for grown in estimate["grows_with_batch"].values())
-            peak = next((value for value in reversed(fit["peak_bytes"].values()) if value), fit["limit_bytes"])
-            fixed = max(peak - slope * fit["micro_batch"], 0)
-        else:
-            return None
-        return MemoryLine(fit["limit_bytes"], fixed, slope, fit["limit"]) if slope > 0 else None
 
-    @property
-    def fastest_micro_batch(self) -> int | None:
-        """The smallest that is within 5 % of the best throughput."""
-        found = self.section("throughput")
-        return None if found is None else int(found["fastest_micro_batch"])
+@dataclass(frozen=True)
+class EstimateSection:
+    """What the trace predicts of memory."""
 
-    @property
-    def timed_devices(self) -> int:
-        """On how many devices steps were timed."""
-        return int((self.section("throughput") or {}).get("devices") or 1)
+    micro_batch: int
+    peak_bytes: int
+    fixed_bytes: int
+    """Weights, gradients and optimizer state, which do not grow with the batch."""
+    bytes_per_sample: float
+    checkpointing_peak_bytes: int | None
+    checkpointing_note: str
 
-    @property
-    def times(self) -> TimeModel | None:
-        """The time model of the throughput."""
-        found = self.section("throughput")
-        if found is None:
-            return None
-        points = [TimedPoint(p["micro_batch"], p["seconds"], p["accumulation"]) for p in found["times"]["points"]]
-        return fit_times(points)
+    @classmethod
+    def read(cls, section: Section) -> EstimateSection:
+        """Read the section `estimate`."""
+        parts, savings = section.get("parts", {}), section.get("what_if", ())
+        saving: Section = next((saving for saving in savings if saving["change"] == "activation checkpointing"), {})
+        return cls(
+            section.get("micro_batch", 1),
+            section.get("peak_bytes", {}).get("allocated", 0),
+            sum(parts.get(name) or 0 for name in ("weights", "gradients", "optimizer")),
+            sum(grown or 0 for grown in section.get("grows_with_batch", {}).values()),
+            saving.get("peak_bytes"),
+            saving.get("note") or "was not traced",
+        )
 
-    def step_seconds(self, plan: Plan) -> float | None:
-        """What one step of a plan takes: as it was timed, else by the time model."""
-        if self.times is None:
-            return None
+
+@dataclass(frozen=True)
+class ThroughputSection:
+    """How long steps take."""
+
+    devices: int
+    fastest_micro_batch: int
+    """The smallest that is within 5 % of the best throughput."""
+    times: TimeModel
+
+    @classmethod
+    def read(cls, section: Section) -> ThroughputSection:
+        """Read the section `throughput`."""
+        points = [TimedPoint(p["micro_batch"], p["seconds"], p["accumulation"]) for p in section["times"]["points"]]
+        return cls(int(section.get("devices") or 1), int(section["fastest_micro_batch"]), fit_times(points))
+
+    def step_seconds(self, plan: Plan) -> float:
+        """Return what one step of a plan takes: as it was timed, else by the time model."""
         for point in self.times.points:
             if (point.micro_batch, point.accumulation) == (plan.micro_batch, plan.accumulation):
                 return point.seconds
         return self.times.step_seconds(plan.split)
 
+
+@dataclass(frozen=True)
+class NoiseSection:
+    """The noise scale, and the effective batch that was trained at."""
+
+    effective_batch: float
+    noise_scale: CriticalBatch
+
+    @classmethod
+    def read(cls, section: Section) -> NoiseSection:
+        """Read the section `noise`."""
+        return cls(section["effective_batch"], CriticalBatch.from_dict(section["critical_batch"]))
+
+
+@dataclass(frozen=True)
+class BranchesSection:
+    """The critical batch that branches measured."""
+
+    critical_batch: CriticalBatch
+    ratio: float | None
+    """The critical batch over the noise scale."""
+    factors: Mapping[int, float]
+    """The best learning rate by batch, in factors of the workload's own."""
+
+    @classmethod
+    def read(cls, section: Section) -> BranchesSection:
+        """Read the section `branches`."""
+        factors = {
+            branch["batch"]: branch["learning_rate_factor"]
+            for branch in section.get("branches", ())
+            if branch["mean_steps"] is not None and branch["learning_rate_factor"]
+        }
+        return cls(CriticalBatch.from_dict(section["critical_batch"]), section["ratio"], factors)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run has measured; a section that was skipped is None."""
+
+    workload: WorkloadSection | None
+    fit: FitSection | None
+    estimate: EstimateSection | None
+    throughput: ThroughputSection | None
+    noise: NoiseSection | None
+    branches: BranchesSection | None
+    nothing_fits: bool
+    """Whether a fit has shown that not even the smallest micro-batch fits."""
+
+    @classmethod
+    def read(cls, run: Run) -> Measured:
+        """Read the sections of a run."""
+        return cls(
+            workload=WorkloadSection.read(run["workload"]) if is_done(run["workload"]) else None,
+            fit=FitSection.read(run["fit"]) if is_done(run["fit"]) else None,
+            estimate=EstimateSection.read(run["estimate"]) if is_done(run["estimate"]) else None,
+            throughput=ThroughputSection.read(run["throughput"]) if is_done(run["throughput"]) else None,
+            noise=NoiseSection.read(run["noise"]) if is_done(run["noise"]) else None,
+            branches=BranchesSection.read(run["branches"]) if is_done(run["branches"]) else None,
+            nothing_fits=run["fit"].get("nothing_fits") is True,
+        )
+
     @property
-    def noise_scale(self) -> CriticalBatch | None:
-        """The critical batch by the noise scale."""
-        found = self.section("noise")
-        return None if found is None else critical_from(found["critical_batch"])
+    def micro_batch(self) -> int | None:
+        """The largest that fits."""
+        return None if self.fit is None else self.fit.micro_batch
 
     @property
     def samples(self) -> int | None:
-        """How many samples there are."""
-        found = self.section("workload")
-        return None if found is None else found["samples"]
+        """How many samples the dataset has."""
+        return None if self.workload is None else self.workload.samples
 
+    @property
+    def times(self) -> TimeModel | None:
+        """The time model of the throughput."""
+        return None if self.throughput is None else self.throughput.times
 
-def critical_from(data: dict[str, Any]) -> CriticalBatch:
-    """Return the critical batch that `to_dict` wrote down.
-
-    >>> print(critical_from(CriticalBatch(300.0, 200.0, 500.0, "samples", 50).to_dict()))
-    300 [200, 500] samples
-    """
-
-    def number(name: str, otherwise: float) -> float:
-        return otherwise if data[name] is None else float(data[name])
-
-    return CriticalBatch(
-        number("value", math.inf),
-        number("low", 0.0),
-        number("high", math.inf),
-        str(data["unit"]),
-        int(data["observations"]),
-        steps_needed=data["steps_needed"],
-        trace=number("trace", math.nan),
-        signal=number("signal", math.nan),
-        samples_per_unit=data.get("samples_per_unit"),
-    )
+    @property
+    def memory_line(self) -> MemoryLine | None:
+        """What a sample takes near the answer, if there was a limit: measured by the fit, else as predicted."""
+        fit, estimate = self.fit, self.estimate
+        if fit is None or not fit.micro_batch or not fit.limit_bytes:
+            return None
+        if fit.line is not None:
+            fixed, slope = fit.line
+        elif estimate is not None:
+            # A fit that was remembered has one probe: its peak, and the slope of the trace.
+            slope = estimate.bytes_per_sample
+            fixed = max((fit.peak_bytes or fit.limit_bytes) - slope * fit.micro_batch, 0)
+        else:
+            return None
+        return MemoryLine(fit.limit_bytes, fixed, slope, fit.limit or LARGEST_COUNT) if slope > 0 else None

@@ -1,14 +1,14 @@
 """The stages of a run: each asks one part of batchwright and returns its section.
 
 Promises:
-- a stage reads what came before from the run, so that one that is taken up again needs nothing else.
+- a stage reads what came before from the run, so that one that is resumed needs nothing else.
 """
 
 from __future__ import annotations
 
 import math
 import platform
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from batchwright.tuning.request import Ask
-    from batchwright.tuning.run_file import Known
+    from batchwright.tuning.run_file import Measured, Section
+    from batchwright.tuning.tune_request import TuneRequest
     from batchwright.workload import Workload
 
     Say = Callable[[str], None]
@@ -42,13 +42,13 @@ _NOISE_BATCH = 64
 _AUDITED = 8
 
 
-def describe_workload(workload: Workload, target: str | None, ask: Ask) -> dict[str, Any]:
+def describe_workload(workload: Workload, target: str | None, request: TuneRequest) -> Section:
     """Return what the workload is."""
     with untouched(workload, is_traced=True):
-        return _description(workload, target, ask)
+        return _describe(workload, target, request)
 
 
-def _description(workload: Workload, target: str | None, ask: Ask) -> dict[str, Any]:
+def _describe(workload: Workload, target: str | None, request: TuneRequest) -> Section:
     from batchwright import __version__
 
     model, _ = build_skeleton(workload)
@@ -65,8 +65,8 @@ def _description(workload: Workload, target: str | None, ask: Ask) -> dict[str, 
         "batchwright": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "command": None if target is None else ask.command(target),
-        **ask.to_dict(),
+        "command": None if target is None else request.command(target),
+        **request.to_dict(),
     }
 
 
@@ -76,47 +76,48 @@ def _num_numbers(parameters: Iterable[nn.Parameter]) -> int | None:
     return None if any(map(is_lazy, counted)) else sum(parameter.numel() for parameter in counted)
 
 
-def find_fit(work: Workload | str, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
-    """Find the largest micro-batch; where nothing fits, say so and end here."""
+def find_fit(work: Workload | str, measured: Measured, request: TuneRequest, say: Say) -> Section:
+    """Find the largest micro-batch; if nothing fits, say so and end here."""
     try:
-        found = fit(
+        largest = fit(
             work,
-            on=ask.on,
-            memory=ask.memory,
-            limit=ask.limit,
-            shapes=ask.shape,
+            on=request.on,
+            memory=request.memory,
+            limit=request.limit,
+            shapes=request.shape,
             # Gradients of one micro-batch live through the forward of the next.
             accumulation=2,
             progress=say,
         )
-        if found.micro_batch is not None:
-            return found.to_dict()
-        why = found.reason
+        if largest.micro_batch is not None:
+            return largest.to_dict()
+        reason = largest.reason
     except NothingFitsError as error:
-        why = str(error)
-    say(why)
-    return {"skipped": f"nothing fits: {why}", "nothing_fits": True}
+        reason = str(error)
+    say(reason)
+    return {"skipped": f"nothing fits: {reason}", "nothing_fits": True}
 
 
-def predict(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
+def predict(work: Workload, measured: Measured, request: TuneRequest, say: Say) -> Section:
     """Predict the memory at the largest micro-batch that fits."""
     return estimate(
         work,
-        micro_batch=known.micro_batch or 1,
-        on=ask.on if ask.is_on_card else "cpu",
-        shape=ask.shape or None,
+        micro_batch=measured.micro_batch or 1,
+        on=request.on if request.is_on_card else "cpu",
+        shape=request.shape or None,
         accumulation=2,
         what_if=True,
         progress=say,
     ).to_dict()
 
 
-def time_steps(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
+def time_steps(work: Workload, measured: Measured, request: TuneRequest, say: Say) -> Section:
     """Time steps from a small micro-batch up to the largest."""
-    largest = known.micro_batch or ask.limit or _NOISE_BATCH
+    largest = measured.micro_batch or request.limit or _NOISE_BATCH
     if work.data is not None:
-        largest = min(largest, max(len(work.data) // max(ask.devices, 1), 1))
-    return measure_throughput(work, sizes_to_time(largest), on=ask.on, shape=ask.shape or None, progress=say).to_dict()
+        largest = min(largest, max(len(work.data) // max(request.devices, 1), 1))
+    sizes = sizes_to_time(largest)
+    return measure_throughput(work, sizes, on=request.on, shape=request.shape or None, progress=say).to_dict()
 
 
 def sizes_to_time(largest: int) -> list[int]:
@@ -130,44 +131,44 @@ def sizes_to_time(largest: int) -> list[int]:
     return [round(smallest * (largest / smallest) ** (step / max(count - 1, 1))) for step in range(count)]
 
 
-def audit_accumulation(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
+def audit_accumulation(work: Workload, measured: Measured, request: TuneRequest, say: Say) -> Section:
     """Compare accumulated gradients with those of the big batch."""
     say("comparing the accumulated gradient with that of the big batch")
     # The big batch runs at once, beside the split.
-    most = min(known.micro_batch or _AUDITED, _AUDITED if work.data is None else len(work.data))
+    most = min(measured.micro_batch or _AUDITED, _AUDITED if work.data is None else len(work.data))
     size = 2 if most >= _AUDITED else 1
-    found = audit_workload(work, micro_batch=size, accumulation=max(min(4, most // size), 2), shape=ask.shape or None)
-    return found.to_dict()
+    accumulation = max(min(4, most // size), 2)
+    return audit_workload(work, micro_batch=size, accumulation=accumulation, shape=request.shape or None).to_dict()
 
 
-def watch_noise(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
+def watch_noise(work: Workload, measured: Measured, request: TuneRequest, say: Say) -> Section:
     """Train for some steps and measure the critical batch."""
-    samples = _NOISE_BATCH if work.data is None else len(work.data)
-    batch = ask.noise_batch or ask.effective_batch or min(_NOISE_BATCH, samples - samples % ask.devices) or 1
-    batch = -(-batch // ask.devices) * ask.devices
+    samples, devices = _NOISE_BATCH if work.data is None else len(work.data), request.devices
+    batch = request.noise_batch or request.effective_batch or min(_NOISE_BATCH, samples - samples % devices) or 1
+    batch = -(-batch // devices) * devices
     if work.data is not None and batch > len(work.data):
         raise InvalidInputError(f"a step of {batch:,} samples was asked for, and data= holds {len(work.data):,}.")
     return measure_noise(
         work,
         effective_batch=batch,
-        steps=ask.steps,
-        micro_batch=fitting_split(batch // ask.devices, known.micro_batch)[0],
-        on=ask.on,
-        shape=ask.shape or None,
-        seed=ask.seed,
+        steps=request.steps,
+        micro_batch=fitting_split(batch // devices, measured.micro_batch)[0],
+        on=request.on,
+        shape=request.shape or None,
+        seed=request.seed,
         progress=say,
     ).to_dict()
 
 
-def train_branches(work: Workload, known: Known, ask: Ask, say: Say) -> dict[str, Any]:
-    """Train short branches at several batches: how the critical batch stands to the noise scale on this task."""
+def train_branches(work: Workload, measured: Measured, request: TuneRequest, say: Say) -> Section:
+    """Train short branches at several batches: how the critical batch stands to the noise scale on this trequest."""
     return measure_critical_batch(
         work,
-        batches=ask.branch_batches,
-        steps=max(ask.steps // 2, 20),
+        batches=request.branch_batches,
+        steps=max(request.steps // 2, 20),
         seeds=2,
-        largest=known.micro_batch,
-        on=ask.on,
-        shape=ask.shape or None,
+        largest=measured.micro_batch,
+        on=request.on,
+        shape=request.shape or None,
         progress=say,
     ).to_dict()

@@ -156,11 +156,12 @@ def measure_throughput(
     rows = tuple(_row(size, timed) for size, timed in seen.items())
     points = [TimedPoint(row.micro_batch, row.pass_seconds) for row in rows]
     whole = [TimedPoint(row.micro_batch, row.seconds, accumulation=1) for row in rows]
-    found = Throughput(workload.name, on or device.name, trained.ranks, rows, fit_times([*points, *whole]))
-    if found.noise <= _NOISY:
-        return replace(found, notes=tuple(notes))
-    note = f"half of the repeats lie up to {found.noise:.0%} off the middle: the machine was busy, or steps are short"
-    return replace(found, notes=(*notes, note.replace("%", " %")))
+    throughput = Throughput(workload.name, on or device.name, trained.ranks, rows, fit_times([*points, *whole]))
+    if throughput.noise <= _NOISY:
+        return replace(throughput, notes=tuple(notes))
+    off = f"{100 * throughput.noise:.0f} %"
+    note = f"half of the repeats lie up to {off} off the middle: the machine was busy, or steps are short"
+    return replace(throughput, notes=(*notes, note))
 
 
 def _one_step(trained: Trained, size: int, now: Callable[[], float]) -> tuple[float, float]:

@@ -25,18 +25,18 @@ from batchwright.ranks.session import Session, process_group, together
 from batchwright.targets import is_from_users_code, load_workload, users_traceback_text
 from batchwright.tuning import stages
 from batchwright.tuning.recommendation import advise_run
-from batchwright.tuning.request import STAGES, Ask
-from batchwright.tuning.run_file import Known, is_done, new_run, read_run_to_resume, write_run
+from batchwright.tuning.run_file import Measured, is_done, new_run, read_run_to_resume, write_run
+from batchwright.tuning.tune_request import STAGES, TRAINING_STAGES, TuneRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.console import RenderableType
 
+    from batchwright.tuning.run_file import Run, Section
     from batchwright.workload import Workload
 
-
-# `Tuned`: a whole run, and the recommendation it ends in.
+    Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,7 +45,7 @@ class Tuned(PrintedResult):
 
     in_repr = ("finished", "micro_batch", "accumulation", "effective_batch", "file")
 
-    run: dict[str, Any]
+    run: Run
     file: Path | None = field(default=None, compare=False)
     """Where the run is written; None if it is not, or could not be."""
 
@@ -77,7 +77,7 @@ class Tuned(PrintedResult):
         return table_to_html(summarize_tuned(self), tuned_columns(self), tuned_remarks(self))
 
 
-_RUNS: dict[str, Callable[..., dict[str, Any]]] = {
+_RUNS: dict[str, Callable[..., Section]] = {
     "fit": stages.find_fit,
     "estimate": stages.predict,
     "throughput": stages.time_steps,
@@ -85,8 +85,6 @@ _RUNS: dict[str, Callable[..., dict[str, Any]]] = {
     "noise": stages.watch_noise,
     "branches": stages.train_branches,
 }
-# Ranks train together from here on; before, each probe makes a group of its own.
-_TRAINS = ("throughput", "audit", "noise", "branches")
 # Between two parts of one run.
 _MAY_DIFFER = ("skip", "command", "batchwright", "torch", "python")
 
@@ -119,43 +117,48 @@ def tune(
     ...     loss=lambda model, batch: (model(batch) - batch.sum(1, keepdim=True)).pow(2).mean(),
     ...     optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
     ... )
-    >>> found = tune(workload, limit=64, steps=40, skip=("estimate",))
-    >>> found.run["fit"]["micro_batch"], found.run["estimate"], found.finished
+    >>> tuned = tune(workload, limit=64, steps=40, skip=("estimate",))
+    >>> tuned.run["fit"]["micro_batch"], tuned.run["estimate"], tuned.finished
     (64, {'skipped': 'skipped, as asked'}, True)
 
-    `work` is a workload or a target such as "train.py:workload". `on` is a device of this machine (default: its
-    accelerator, cpu where there is none), or a card of the catalogue, where nothing runs and only memory is
-    answered. `noise_batch` is the effective batch to train at while the critical one is measured; `branch_batches`
-    are several to train short branches at, which tell how the critical batch stands to the noise scale on this
-    task. The run is written to `file` after every stage; with `resume` one that is there is continued. Under
-    torchrun every rank calls it; the first one reads and writes the file.
+    - `work`: a workload, or a target such as "train.py:workload".
+    - `on`: a device of this machine (default: its accelerator, else cpu), or a card of the catalogue; nothing runs on
+      a card, so only memory is answered.
+    - `memory`: the budget of a device. `limit`: the largest micro-batch of interest.
+    - `devices`: data-parallel ranks. `effective_batch`: keep this one, and say how much sooner the best would be.
+    - `shape`: what else `batch` takes.
+    - `steps`, `seed`: of the training that measures the critical batch; `noise_batch` is its effective batch.
+    - `branch_batches`: effective batches to train short branches at; they measure the critical batch itself.
+    - `skip`: stages to leave out.
+    - `file`: where the run is written after every stage; with `resume` the run in it is continued. Under torchrun
+      every rank calls `tune`; the first one reads and writes the file.
     """
     say = progress or (lambda _: None)
-    ask = Ask.read(
+    request = TuneRequest(
         on=default_device() if on is None else on,
         memory=memory,
         devices=devices,
         effective_batch=effective_batch,
         limit=limit,
-        shape=shape,
+        shape=shape or {},
         steps=steps,
         noise_batch=noise_batch,
         branch_batches=branch_batches,
         seed=seed,
         skip=skip,
     )
-    card_named(ask.on) if ask.is_on_card else open_device(ask.on)  # one that is not there is refused at once
+    card_named(request.on) if request.is_on_card else open_device(request.on)  # refuse an unknown one at once
     with together("tune") as ranks:
         path = None if file is None or ranks.rank > 0 else Path(file)
-        return _tune(work, ask, path, ranks, ranks.ticking(say), file=file, resume=resume)
+        return _tune(work, request, path, ranks, ranks.ticking(say), file=file, resume=resume)
 
 
 def _tune(
     work: Workload | str,
-    ask: Ask,
+    request: TuneRequest,
     path: Path | None,
     ranks: Session,
-    say: Callable[[str], None],
+    say: Say,
     *,
     file: str | Path | None,
     resume: bool,
@@ -163,22 +166,24 @@ def _tune(
     target = work if isinstance(work, str) else None
     with ranks.at(f"loading {target or 'the workload'}"):
         workload = load_workload(work) if isinstance(work, str) else work
-        about = stages.describe_workload(workload, target, ask)
+        about = stages.describe_workload(workload, target, request)
     run = _resumed(path, about, ranks, say) if resume else _new(about)
-    known = Known(run)
     seconds: dict[str, float] = run["workload"].setdefault("seconds", {})
     for number, stage in enumerate(STAGES, 1):
         if is_done(run[stage]):
             continue
-        why = ask.why_not(stage) or (_cannot_train(workload, known) if stage in _TRAINS else None)
-        if why is not None:
-            run[stage] = {"skipped": why}
+        measured = Measured.read(run)
+        reason = request.reason_to_skip(stage)
+        if reason is None and stage in TRAINING_STAGES:
+            reason = _reason_not_to_train(workload, measured)
+        if reason is not None:
+            run[stage] = {"skipped": reason}
             continue
         say(f"stage {number} of {len(STAGES)}: {stage}")
         start = time.monotonic()
         try:
             with ranks.at(f"stage {stage}"):
-                run[stage] = _section(stage, work if stage == "fit" else workload, known, ask, ranks, say)
+                run[stage] = _section(stage, work if stage == "fit" else workload, measured, request, ranks, say)
         except KeyboardInterrupt as stop:
             run[stage] = {"skipped": "interrupted"}
             if _keep(run, path, say):
@@ -189,29 +194,29 @@ def _tune(
             _keep(run, path, say)
         if file is not None:
             ranks.remedy = f"What was measured before that is in {file}; the same command with --resume goes on."
-    advise_run(run, ask)
+    advise_run(run, request)
     run["finished"] = True
     return Tuned(run, file=path if _keep(run, path, say) else None)
 
 
-def _cannot_train(workload: Workload, known: Known) -> str | None:
-    if known.nothing_fits:
+def _reason_not_to_train(workload: Workload, measured: Measured) -> str | None:
+    if measured.nothing_fits:
         return "nothing fits"
     return "the workload has no optimizer: it only infers" if workload.optimizer is None else None
 
 
-def _new(about: dict[str, Any]) -> dict[str, Any]:
+def _new(about: Section) -> Run:
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {**new_run(created), "workload": about}
 
 
-def _resumed(path: Path | None, about: dict[str, Any], ranks: Session, say: Callable[[str], None]) -> dict[str, Any]:
+def _resumed(path: Path | None, about: Section, ranks: Session, say: Say) -> Run:
     """Return the run to go on with, the same on every rank: one that left out a stage alone would wait for ever."""
     run = ranks.share("run", _read(path, about, say) if ranks.rank == 0 else None)
     return {**run, "finished": False}
 
 
-def _read(path: Path | None, about: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+def _read(path: Path | None, about: Section, say: Say) -> Run:
     if path is None or not path.exists():
         raise InvalidInputError(
             f"there is no run to resume at '{path}'.", remedy="--run-file FILE of a run that was begun"
@@ -228,26 +233,24 @@ def _read(path: Path | None, about: dict[str, Any], say: Callable[[str], None]) 
     return run
 
 
-def _section(
-    stage: str, work: Any, known: Known, ask: Ask, ranks: Session, say: Callable[[str], None]
-) -> dict[str, Any]:
+def _section(stage: str, work: Any, measured: Measured, request: TuneRequest, ranks: Session, say: Say) -> Section:
     if ranks.is_alone:
-        return _run_stage(stage, work, known, ask, say)
-    own = _run_on_ranks(stage, work, known, ask, say)
+        return _run_stage(stage, work, measured, request, say)
+    own = _run_on_ranks(stage, work, measured, request, say)
     sections = ranks.gather("section", own)
-    # Where one rank has no answer, none has; else what the first found, so that no two go on differently.
-    chosen: dict[str, Any] = next((each for each in sections if not is_done(each)), sections[0])
+    # If one rank has no answer, none has; else that of the first, so that no two go on differently.
+    chosen: Section = next((section for section in sections if not is_done(section)), sections[0])
     return chosen
 
 
-def _run_on_ranks(stage: str, work: Any, known: Known, ask: Ask, say: Callable[[str], None]) -> dict[str, Any]:
+def _run_on_ranks(stage: str, work: Any, measured: Measured, request: TuneRequest, say: Say) -> Section:
     """Run a stage on this rank; what the user's code raises passes: the others wait for this rank, and cannot go on."""
     try:
         # A group of its own, so that a stage that failed leaves nothing to the next.
-        if stage not in _TRAINS:
-            return _RUNS[stage](work, known, ask, say)
-        with process_group(ask.on) as device:
-            return _RUNS[stage](work, known, replace(ask, on=device), say)
+        if stage not in TRAINING_STAGES:
+            return _RUNS[stage](work, measured, request, say)
+        with process_group(request.on) as device:
+            return _RUNS[stage](work, measured, replace(request, on=device), say)
     except BatchwrightError as error:
         if isinstance(error, StepFailedError | RankFailedError):
             raise
@@ -255,9 +258,9 @@ def _run_on_ranks(stage: str, work: Any, known: Known, ask: Ask, say: Callable[[
         return {"skipped": f"failed: {error}{_notes(error)}"}
 
 
-def _run_stage(stage: str, work: Any, known: Known, ask: Ask, say: Callable[[str], None]) -> dict[str, Any]:
+def _run_stage(stage: str, work: Any, measured: Measured, request: TuneRequest, say: Say) -> Section:
     try:
-        return _RUNS[stage](work, known, ask, say)
+        return _RUNS[stage](work, measured, request, say)
     except BatchwrightError as error:
         say(f"{stage} failed: {error}")
         return {"skipped": f"failed: {error}{_notes(error)}", **_raised(isinstance(error, StepFailedError))}
@@ -271,8 +274,8 @@ def _run_stage(stage: str, work: Any, known: Known, ask: Ask, say: Callable[[str
         return {"skipped": f"failed: {type(error).__name__}: {error}{_notes(error)}", **_raised(not is_full)}
 
 
-def _raised(is_users: bool) -> dict[str, Any]:
-    """Mark a section whose stage ended in the user's code: where nothing can be recommended, it is why."""
+def _raised(is_users: bool) -> Section:
+    """Mark a section whose stage ended in the user's code: if nothing can be recommended, it is the reason."""
     return {"raised": True} if is_users else {}
 
 
@@ -280,7 +283,7 @@ def _notes(error: BaseException) -> str:
     return "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
 
 
-def _keep(run: dict[str, Any], path: Path | None, say: Callable[[str], None]) -> bool:
+def _keep(run: Run, path: Path | None, say: Say) -> bool:
     """Write the run, and return whether it is written."""
     if path is None:
         return False

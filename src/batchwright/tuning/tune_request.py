@@ -1,4 +1,4 @@
-"""What was asked of `tune`, checked, and the same as plain data for the run's file."""
+"""`TuneRequest`: what was asked of `tune`, checked once, and the same as plain data for the run's file."""
 
 from __future__ import annotations
 
@@ -13,92 +13,84 @@ from batchwright.targets import Target
 from batchwright.units import parse_bytes, shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
+    from collections.abc import Mapping
 
 STAGES = ("fit", "estimate", "throughput", "audit", "noise", "branches")
 """What can be skipped, in the order in which it is done."""
+TRAINING_STAGES = ("throughput", "audit", "noise", "branches")
+"""Those that run real steps: never on a simulated card, and together on all ranks."""
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One question to `tune`."""
+class TuneRequest:
+    """One question to `tune`.
+
+    >>> TuneRequest(skip=["noise"], devices=2).skip
+    ('noise',)
+    """
 
     on: str = field(default_factory=default_device)
     memory: str | int | None = None
     devices: int = 1
     effective_batch: int | None = None
     limit: int | None = None
-    shape: dict[str, Any] = field(default_factory=dict)
+    shape: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 200
     noise_batch: int | None = None
     branch_batches: tuple[int, ...] = ()
     seed: int = 0
     skip: tuple[str, ...] = ()
 
-    @classmethod
-    def read(
-        cls,
-        *,
-        skip: Iterable[str] = (),
-        shape: Mapping[str, Any] | None = None,
-        branch_batches: Iterable[int] = (),
-        **told: Any,
-    ) -> Ask:
-        """Check what was asked.
-
-        >>> Ask.read(skip=["noise"], devices=2).skip
-        ('noise',)
-        """
-        names = (skip,) if isinstance(skip, str) else tuple(skip)
-        for name in names:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "skip", (self.skip,) if isinstance(self.skip, str) else tuple(self.skip))
+        object.__setattr__(self, "shape", dict(self.shape))
+        object.__setattr__(self, "branch_batches", tuple(self.branch_batches))
+        for name in self.skip:
             if name not in STAGES:
                 raise InvalidInputError(
                     f"there is no stage {shortened(name)} to skip; there are {', '.join(STAGES)}.",
                     remedy="--skip noise",
                 )
-        asked = cls(skip=names, shape=dict(shape or {}), branch_batches=tuple(branch_batches), **told)
-        whole_number(asked.devices, "devices")
-        whole_number(asked.steps, "steps")
+        whole_number(self.devices, "devices")
+        whole_number(self.steps, "steps")
         for name in ("effective_batch", "limit", "noise_batch"):
-            if getattr(asked, name) is not None:
-                whole_number(getattr(asked, name), name.replace("_", " "))
-        if asked.memory is not None:
-            parse_bytes(asked.memory)
-        return asked
+            if getattr(self, name) is not None:
+                whole_number(getattr(self, name), name.replace("_", " "))
+        if self.memory is not None:
+            parse_bytes(self.memory)
 
     @property
     def is_on_card(self) -> bool:
-        """Whether a simulated card was asked about: nothing runs there."""
+        """Whether it is about a simulated card: nothing runs there."""
         return names_a_card(self.on)
 
-    def why_not(self, stage: str) -> str | None:
-        """Why a stage is not run, or None."""
+    def reason_to_skip(self, stage: str) -> str | None:
+        """Return why a stage is not run; None if it is."""
         if stage in self.skip:
             return "skipped, as asked"
         if stage == "branches" and not self.branch_batches:
             return "not asked for"
-        if self.is_on_card and stage in ("throughput", "audit", "noise", "branches"):
+        if self.is_on_card and stage in TRAINING_STAGES:
             return f"{self.on} is simulated: nothing runs there"
         return None
 
     def command(self, target: str) -> str:
         """Return the command that asks this.
 
-        >>> Ask.read(memory="16GiB", branch_batches=(16, 64), shape={"seq_len": 512}).command("train.py:workload")
+        >>> TuneRequest(memory="16GiB", branch_batches=(16, 64), shape={"seq_len": 512}).command("train.py:workload")
         'batchwright tune train.py:workload --memory 16GiB --shape seq_len=512 --branches 16,64'
         """
         named = Target.read(target)
         words = ["batchwright", "tune", named.name]
-        for each in fields(self):
-            value, option = getattr(self, each.name), f"--{each.name.replace('_', '-')}"
-            if each.name == "shape":
+        for argument in fields(self):
+            value, option = getattr(self, argument.name), f"--{argument.name.replace('_', '-')}"
+            if argument.name == "shape":
                 words += [word for name, size in value.items() for word in (option, f"{name}={size}")]
             elif isinstance(value, tuple):
-                option = "--branches" if each.name == "branch_batches" else option
+                option = "--branches" if argument.name == "branch_batches" else option
                 words += [option, ",".join(map(str, value))] if value else []
-            elif value != (default_device() if each.name == "on" else each.default):
-                words += [option, _as_typed(value) if each.name == "memory" else str(value)]
+            elif value != (default_device() if argument.name == "on" else argument.default):
+                words += [option, _as_typed(value) if argument.name == "memory" else str(value)]
         return shlex.join([*words, "--", *named.arguments] if named.arguments else words)
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,7 +99,7 @@ class Ask:
 
 
 def _as_typed(amount: str | int) -> str:
-    """An amount as a person types it, where bytes are whole MiB or GiB.
+    """An amount as a person types it, if bytes are whole MiB or GiB.
 
     >>> _as_typed(64 * 2**20), _as_typed("16GiB"), _as_typed(1000)
     ('64MiB', '16GiB', '1000')
