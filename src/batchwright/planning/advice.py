@@ -2,6 +2,9 @@
 
 Promises:
 - every option is a whole setting, before and after, with its effective batch and its learning rate;
+- an option keeps the effective batch, or changes it on purpose, and then the learning rate follows or the option says
+  why it stays;
+- nothing is claimed about memory or speed that was not measured: these are the levers, not the gains;
 - what is not known (the largest micro-batch that fits, the critical batch) is not made up.
 """
 
@@ -20,16 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from rich.console import RenderableType
-
-    from batchwright.planning.learning_rate import LearningRateRule
-
-
-# The levers: for each problem, the settings that help and what else there is.
-#
-# Promises:
-# - an option keeps the effective batch, or changes it on purpose, and then the learning rate follows or the
-#   option says why it stays;
-# - nothing is claimed about memory or speed that was not measured: these are the levers, not the gains.
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,7 @@ class Case:
         return Option(title, after, factor, follow and factor != 1.0, why)
 
 
-def _when_out_of_memory(case: Case) -> Iterator[Option]:
+def _save_memory(case: Case) -> Iterator[Option]:
     now = case.before
     caps = [now.micro_batch // 2, now.micro_batch // 4, 1]
     if case.max_micro_batch is not None:
@@ -107,7 +100,7 @@ def _when_out_of_memory(case: Case) -> Iterator[Option]:
         )
 
 
-def _else_when_out_of_memory(case: Case) -> Iterator[str]:
+def _further_on_memory(case: Case) -> Iterator[str]:
     yield (
         "activation checkpointing: keeps few activations and computes the rest again, "
         "one more forward per step (Chen et al. 2016)"
@@ -119,7 +112,7 @@ def _else_when_out_of_memory(case: Case) -> Iterator[str]:
     yield "shorter sequences, or batches by token budget where lengths differ"
 
 
-def _when_unstable(case: Case) -> Iterator[Option]:
+def _calm_training(case: Case) -> Iterator[Option]:
     now = case.before
     for factor in () if case.is_noise_small else (2, 4):
         yield case.option(
@@ -134,11 +127,11 @@ def _when_unstable(case: Case) -> Iterator[Option]:
         replace(now, learning_rate=None if now.learning_rate is None else now.learning_rate / 2),
         learning_rate_factor=0.5,
         follows_rule=False,
-        why="smaller steps, same batch, same time per step; where the loss diverges outright, this is the lever",
+        why="smaller steps, same batch, same time per step; if the loss diverges outright, this is the lever",
     )
 
 
-def _else_when_unstable(case: Case) -> Iterator[str]:
+def _further_on_stability(case: Case) -> Iterator[str]:
     if case.is_noise_small:
         yield (
             f"the effective batch {case.before.effective_batch:,} is at or above the critical batch "
@@ -150,7 +143,7 @@ def _else_when_unstable(case: Case) -> Iterator[str]:
     yield "make sure that accumulation is right: a loss summed instead of averaged multiplies the gradient"
 
 
-def _when_slow(case: Case) -> Iterator[Option]:
+def _speed_up(case: Case) -> Iterator[Option]:
     now = case.before
     cap = case.max_micro_batch or 2 * now.micro_batch
     condition = f"{cap:,} fit" if case.max_micro_batch else f"if {cap:,} fit"
@@ -170,7 +163,7 @@ def _when_slow(case: Case) -> Iterator[Option]:
         yield case.option("larger effective batch", larger, why)
 
 
-def _else_when_slow(case: Case) -> Iterator[str]:
+def _further_on_speed(case: Case) -> Iterator[str]:
     if case.is_noise_small:
         yield (
             f"the effective batch {case.before.effective_batch:,} is at or above the critical batch "
@@ -184,9 +177,9 @@ def _else_when_slow(case: Case) -> Iterator[str]:
 
 
 REMEDIES: dict[str, tuple[Callable[[Case], Iterator[Option]], Callable[[Case], Iterator[str]]]] = {
-    "out-of-memory": (_when_out_of_memory, _else_when_out_of_memory),
-    "unstable": (_when_unstable, _else_when_unstable),
-    "slow": (_when_slow, _else_when_slow),
+    "out-of-memory": (_save_memory, _further_on_memory),
+    "unstable": (_calm_training, _further_on_stability),
+    "slow": (_speed_up, _further_on_speed),
 }
 
 
@@ -260,9 +253,10 @@ def advise(
     >>> advise("unstable", micro_batch=4, accumulation=4, devices=5).options[0].after
     Setting(micro_batch=4, accumulation=8, devices=5, learning_rate=None)
 
-    `problem` is "out-of-memory", "unstable" or "slow"; the other numbers are the setting as it is now.
-    `max_micro_batch` is the largest that fits, `critical_batch` the effective batch beyond which more samples
-    stop paying; both sharpen the answer where they are known.
+    - `problem`: "out-of-memory", "unstable" or "slow".
+    - `micro_batch`, `accumulation`, `devices`, `optimizer`, `learning_rate`: the setting as it is now.
+    - `max_micro_batch`: the largest that fits, if it is known.
+    - `critical_batch`: the effective batch beyond which more samples stop paying, if it is known.
     """
     name = _ALSO_KNOWN_AS.get(problem.lower(), problem.lower()) if isinstance(problem, str) else problem
     if name not in PROBLEMS:

@@ -1,11 +1,13 @@
-"""Check whether the batch numbers of a config file agree, and say what to change where they do not.
+"""Check whether the batch numbers of a config file agree, and say what to change if they do not.
 
 Reads DeepSpeed configs and files of transformers' TrainingArguments, also one that names the other.
 
 Promises:
 - a file that cannot be read or holds impossible values is an error; one that is well-formed but contradicts
   itself is an answer (`agrees` is False);
-- whatever is not set is taken at the framework's own default, and that is said.
+- whatever is not set is taken at the framework's own default, and the answer says so;
+- the verdict on the three numbers of DeepSpeed is its own: what it accepts agrees, what its assertion refuses does not;
+- every change offered makes the numbers agree.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-# Read a training configuration, JSON or YAML, into a plain mapping, or say what is wrong with the file.
+Config = dict[str, Any]
+"""A training configuration, as its file holds it."""
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
+def read_config(path: str | Path) -> Config:
     """Return the mapping that a config file holds."""
     if not isinstance(path, str | Path) or not str(path).strip() or "\0" in str(path):
         raise InvalidInputError(f"a config file is named by its path; received {shortened(path)}.")
@@ -99,8 +102,8 @@ def _set_twice(file: Path, error: DuplicateKeyError) -> InvalidInputError:
     return InvalidInputError(f"'{file}' sets {error.args[0]!r} twice, so one of its values would be ignored.")
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data: dict[str, Any] = {}
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> Config:
+    data: Config = {}
     for key, value in pairs:
         if key in data:
             raise DuplicateKeyError(key)
@@ -112,19 +115,12 @@ def _nearby(file: Path) -> str:
     """Name the config files that do exist in the same folder."""
     if not file.parent.is_dir():
         return f"the folder '{file.parent}' does not exist either"
-    found = sorted(p.name for p in file.parent.iterdir() if p.suffix.lower() in {".json", ".yaml", ".yml"})
-    return f"one of {', '.join(found[:5])} in the same folder" if found else ""
+    names = sorted(p.name for p in file.parent.iterdir() if p.suffix.lower() in {".json", ".yaml", ".yml"})
+    return f"one of {', '.join(names[:5])} in the same folder" if names else ""
 
 
-# The three numbers of a DeepSpeed config: train_batch_size = micro-batch x accumulation x devices.
-#
-# DeepSpeed fills in what is missing by integer division and then asserts the product, which names neither the
-# remainder nor the remedy. Here each rule says both.
-#
-# Promises:
-# - the verdict is DeepSpeed's own: what it accepts agrees, what its assertion refuses does not;
-# - every change offered makes the three agree.
-
+# train_batch_size = micro-batch x accumulation x devices. DeepSpeed fills in what is missing by integer division and
+# then asserts the product, which names neither the remainder nor the remedy.
 TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
@@ -135,7 +131,7 @@ Number = int | str | None
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the three agree, what they come to, and what to change where they do not."""
+    """Whether the three agree, what they come to, and what to change if they do not."""
 
     agrees: bool
     finding: str
@@ -342,7 +338,7 @@ def check_config(path: str | Path, *, devices: int = 1) -> ConfigCheck:
     )
 
 
-def _check_deepspeed(path: str, config: dict[str, Any], devices: int) -> ConfigCheck:
+def _check_deepspeed(path: str, config: Config, devices: int) -> ConfigCheck:
     total, micro_batch, steps = (_number(path, config, key, may_be_auto=True) for key in (TOTAL, MICRO, STEPS))
     verdict = judge_triangle(total, micro_batch, steps, devices)
     return ConfigCheck(
@@ -358,7 +354,7 @@ def _check_deepspeed(path: str, config: dict[str, Any], devices: int) -> ConfigC
     )
 
 
-def _ignored_keys(config: dict[str, Any]) -> list[str]:
+def _ignored_keys(config: Config) -> list[str]:
     """Name keys that look like a batch size but that DeepSpeed does not know: it ignores them silently."""
     return [
         f"'{key}' is not a key of DeepSpeed, which ignores it silently; it knows {TOTAL} and {MICRO}"
@@ -367,7 +363,7 @@ def _ignored_keys(config: dict[str, Any]) -> list[str]:
     ]
 
 
-def _check_training_arguments(path: Path, config: dict[str, Any], devices: int) -> ConfigCheck:
+def _check_training_arguments(path: Path, config: Config, devices: int) -> ConfigCheck:
     findings: list[str] = []
     micro_batch = _plain_number(path, config, _PER_DEVICE)
     if micro_batch is None:
@@ -400,7 +396,7 @@ def _check_training_arguments(path: Path, config: dict[str, Any], devices: int) 
 
 
 def _compare_with_deepspeed(
-    path: Path, config: dict[str, Any], micro_batch: int, steps: int, devices: int
+    path: Path, config: Config, micro_batch: int, steps: int, devices: int
 ) -> tuple[list[str], list[str]]:
     """Compare with the DeepSpeed config that TrainingArguments may name or hold; transformers demands equality."""
     named = config.get("deepspeed")
@@ -417,23 +413,23 @@ def _compare_with_deepspeed(
     wanted = {TOTAL: micro_batch * steps * devices, MICRO: micro_batch, STEPS: steps}
     contradictions, changes = [], []
     for key, value in wanted.items():
-        found = _number(place, inner, key, may_be_auto=True)
-        if found not in (None, AUTO, value):
-            contradictions.append(f"{key} is {found:,} in {place}, but the arguments come to {value:,}")
-            changes.append(f"{key}: {found:,} -> {value:,} in {place} (or 'auto')")
+        number = _number(place, inner, key, may_be_auto=True)
+        if number not in (None, AUTO, value):
+            contradictions.append(f"{key} is {number:,} in {place}, but the arguments come to {value:,}")
+            changes.append(f"{key}: {number:,} -> {value:,} in {place} (or 'auto')")
     for ignored in _ignored_keys(inner):
         contradictions.append(f"{ignored} (in {place})")
         changes.append(f"rename or remove it in {place}")
     return contradictions, changes
 
 
-def _plain_number(path: Path, config: dict[str, Any], key: str) -> int | None:
+def _plain_number(path: Path, config: Config, key: str) -> int | None:
     value = _number(str(path), config, key, may_be_auto=False)
     assert not isinstance(value, str)
     return value
 
 
-def _number(place: str, config: dict[str, Any], key: str, *, may_be_auto: bool) -> Number:
+def _number(place: str, config: Config, key: str, *, may_be_auto: bool) -> Number:
     value = config.get(key)
     if value is None:
         return None

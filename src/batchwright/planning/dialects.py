@@ -1,4 +1,10 @@
-"""Which frameworks a plan can be written for, by name."""
+"""A plan in the words of a framework: its own settings, and text to paste.
+
+Promises:
+- settings are plain data that the framework's own class accepts;
+- a plan that a framework cannot run is refused, with the reason and the way out;
+- what a framework's settings cannot say is named.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,8 @@ if TYPE_CHECKING:
     from batchwright.planning.plan import Plan
 
 
-# What the dialects share: the comment on top, loader arguments, and how keyword arguments are laid out.
+Settings = dict[str, Any]
+"""Arguments by name, as a framework takes them."""
 
 
 def headline(plan: Plan) -> str:
@@ -28,7 +35,7 @@ def headline(plan: Plan) -> str:
     )
 
 
-def loader_arguments(plan: Plan, batch_size: int | None = None) -> dict[str, Any]:
+def loader_arguments(plan: Plan, batch_size: int | None = None) -> Settings:
     """Keyword arguments of the training DataLoader, apart from dataset and order."""
     return {
         "batch_size": plan.micro_batch if batch_size is None else batch_size,
@@ -37,7 +44,7 @@ def loader_arguments(plan: Plan, batch_size: int | None = None) -> dict[str, Any
     }
 
 
-def eval_loader_arguments(plan: Plan) -> dict[str, Any]:
+def eval_loader_arguments(plan: Plan) -> Settings:
     """Keyword arguments of the evaluation DataLoader."""
     return {"batch_size": eval_micro_batch(plan), "num_workers": plan.workers}
 
@@ -47,7 +54,7 @@ def eval_micro_batch(plan: Plan) -> int:
     return plan.micro_batch if plan.eval_micro_batch is None else plan.eval_micro_batch
 
 
-def keywords(arguments: dict[str, Any]) -> str:
+def keywords(arguments: Settings) -> str:
     """Lay out keyword arguments on one line.
 
     >>> keywords({"batch_size": 8, "drop_last": True})
@@ -56,7 +63,7 @@ def keywords(arguments: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
-def call(name: str, arguments: dict[str, Any], *, first: str = "") -> str:
+def call(name: str, arguments: Settings, *, first: str = "") -> str:
     """Lay out a call with one keyword argument a line.
 
     >>> print(call("Trainer", {"accumulate_grad_batches": 6}))
@@ -68,13 +75,13 @@ def call(name: str, arguments: dict[str, Any], *, first: str = "") -> str:
     return "\n".join([f"{name}(", *([f"    {first},"] if first else []), *lines, ")"])
 
 
-def refuse_uneven(plan: Plan, framework: str, why: str) -> None:
+def refuse_uneven(plan: Plan, framework: str, reason: str) -> None:
     """Refuse a plan whose micro-batches differ, with the reason and the two ways out."""
     if plan.split.is_even:
         return
     raise NotExpressibleError(
         f"{framework} cannot run this plan: micro-batches of {plan.split.smallest:,} and {plan.split.largest:,} "
-        f"(policy 'exact'), and {why}.",
+        f"(policy 'exact'), and {reason}.",
         remedy=f"policy 'nearest', 'at-least' or 'at-most'; or run {plan.effective_batch:,} exactly "
         "with --for pytorch, whose loop takes plan.batch_sampler(rank)",
     )
@@ -83,7 +90,7 @@ def refuse_uneven(plan: Plan, framework: str, why: str) -> None:
 # accelerate: the Accelerator's accumulation and the loader of each process.
 
 
-def accelerate_settings(plan: Plan) -> dict[str, Any]:
+def accelerate_settings(plan: Plan) -> Settings:
     """Keyword arguments of `Accelerator` and of the two loaders."""
     refuse_uneven(plan, "accelerate", "it divides every micro-batch's loss by the same count")
     return {
@@ -121,7 +128,7 @@ for inputs, targets in train_loader:
 # by its samples, so it can run a target that does not divide, as long as it divides over the devices.
 
 
-def composer_settings(plan: Plan) -> dict[str, Any]:
+def composer_settings(plan: Plan) -> Settings:
     """Keyword arguments of `Trainer` and of the two loaders."""
     if plan.effective_batch % plan.devices:
         refuse_uneven(plan, "Composer", "its loader gives every device the same number of samples")
@@ -153,7 +160,7 @@ trainer.fit()"""
 # DeepSpeed: the three numbers of its JSON config.
 
 
-def deepspeed_settings(plan: Plan) -> dict[str, Any]:
+def deepspeed_settings(plan: Plan) -> Settings:
     """The part of the config that speaks of the batch."""
     refuse_uneven(plan, "DeepSpeed", f"its config knows one {MICRO} for all")
     numbers = {TOTAL: plan.effective_batch, MICRO: plan.micro_batch, STEPS: plan.accumulation}
@@ -161,14 +168,14 @@ def deepspeed_settings(plan: Plan) -> dict[str, Any]:
 
 
 def deepspeed_snippet(plan: Plan) -> str:
-    """The deepspeed_settings as JSON, which has no room for a comment."""
+    """The same as JSON, which has no room for a comment."""
     return json.dumps(deepspeed_settings(plan), indent=2)
 
 
 # Lightning: the Trainer's devices and accumulation, and the loader of each process.
 
 
-def lightning_settings(plan: Plan) -> dict[str, Any]:
+def lightning_settings(plan: Plan) -> Settings:
     """Keyword arguments of `Trainer` and of the two loaders."""
     refuse_uneven(plan, "Lightning", "it divides every micro-batch's loss by the same count")
     return {
@@ -198,7 +205,7 @@ trainer.fit(module, train_loader, eval_loader)"""
 # and weights each micro-batch's mean by its share of them.
 
 
-def pytorch_settings(plan: Plan) -> dict[str, Any]:
+def pytorch_settings(plan: Plan) -> Settings:
     """Arguments of the two loaders, and the loop's count."""
     train = loader_arguments(plan)
     if not plan.split.is_even:
@@ -232,9 +239,9 @@ def _even_loop(plan: Plan) -> str:
 
 def _uneven_loop(plan: Plan) -> str:
     rank = "torch.distributed.get_rank()" if plan.devices > 1 else "0"
-    asked = {"micro_batch": plan.max_micro_batch, "devices": plan.devices, "policy": plan.policy}
+    arguments = {"micro_batch": plan.max_micro_batch, "devices": plan.devices, "policy": plan.policy}
     setup = [
-        f"plan = bw.plan({plan.requested_batch}, {keywords({**asked, 'drop_last': plan.drop_last})})",
+        f"plan = bw.plan({plan.requested_batch}, {keywords({**arguments, 'drop_last': plan.drop_last})})",
         f"sampler = plan.batch_sampler(rank={rank}, samples=len(train_set))",
         f"loader = DataLoader(train_set, batch_sampler=sampler, num_workers={plan.workers})",
     ]
@@ -295,7 +302,7 @@ def _passes(plan: Plan, *, item: str, window: str, count: str, weight: str) -> l
 # torchtitan: local and global batch size of its TrainingConfig; accumulation follows from the two.
 
 
-def torchtitan_settings(plan: Plan) -> dict[str, Any]:
+def torchtitan_settings(plan: Plan) -> Settings:
     """Keyword arguments of `TrainingConfig`."""
     refuse_uneven(plan, "torchtitan", "its global batch must be a multiple of local batch x data-parallel degree")
     return {"local_batch_size": plan.micro_batch, "global_batch_size": plan.effective_batch}
@@ -323,7 +330,7 @@ def torchtitan_snippet(plan: Plan) -> str:
 OUTPUT = 'output_dir="out"'
 
 
-def transformers_settings(plan: Plan) -> dict[str, Any]:
+def transformers_settings(plan: Plan) -> Settings:
     """Keyword arguments of `TrainingArguments`."""
     refuse_uneven(
         plan,
@@ -373,7 +380,7 @@ class Dialect:
     """A plan in the words of one framework."""
 
     name: str
-    settings: Callable[[Plan], dict[str, Any]]
+    settings: Callable[[Plan], Settings]
     """Plain data that the framework's own class accepts."""
     snippet: Callable[[Plan], str]
     """Text to paste into a script or config."""
@@ -413,7 +420,7 @@ def find_dialect(framework: str) -> Dialect:
 
 
 def snippet_with_rate(plan: Plan, framework: str, rate: float) -> str:
-    """Return the text to paste with the learning rate: as a setting where the framework has one, else as a remark."""
+    """Return the text to paste with the learning rate: as a setting if the framework has one, else as a remark."""
     if framework.lower() == "transformers":
         return transformers_snippet(plan, learning_rate=rate)
     text = find_dialect(framework).snippet(plan)
@@ -423,9 +430,9 @@ def snippet_with_rate(plan: Plan, framework: str, rate: float) -> str:
 
 def unspoken_settings(plan: Plan, framework: str) -> list[str]:
     """Name what the plan asks for and the framework's settings cannot say."""
-    asked = {
+    wanted = {
         "eval micro-batch": plan.eval_micro_batch is not None,
         "workers": plan.workers > 0,
         "drop_last": plan.drop_last,
     }
-    return [name for name in _UNSPOKEN.get(framework.lower(), ()) if asked[name]]
+    return [name for name in _UNSPOKEN.get(framework.lower(), ()) if wanted[name]]

@@ -130,7 +130,7 @@ _SMITH = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class SettingChange:
     """One setting of the optimizer: how it changes, from what to what, after whom, and what is doubtful."""
 
     name: str
@@ -158,7 +158,7 @@ class LearningRateChange:
     after: float
     factor: Range | None
     """What to multiply the learning rate by."""
-    settings: tuple[Setting, ...]
+    settings: tuple[SettingChange, ...]
     reason: str
     notes: tuple[str, ...] = ()
 
@@ -229,7 +229,7 @@ def learning_rate_change(
     notes = [_SMITH] if exponent == 1 and growth > 1 else []
     if name in _WITH_BETA2:
         power = None if beta2 is None else Range(*[beta2**growth] * 3)
-        settings.append(Setting("beta2", f"to the power {growth:.4g}", beta2, power, *_HALF_LIFE))
+        settings.append(SettingChange("beta2", f"to the power {growth:.4g}", beta2, power, *_HALF_LIFE))
     if name == "adamw":
         settings.append(_multiplied("weight decay", factor.map(lambda f: growth / f), decay, *_TIMESCALE))
     elif decay:
@@ -238,9 +238,9 @@ def learning_rate_change(
     return LearningRateChange(name, start, end, factor, tuple(settings), reason, tuple(notes))
 
 
-def _multiplied(name: str, factor: Range, before: float | None, source: str, doubt: str) -> Setting:
+def _multiplied(name: str, factor: Range, before: float | None, source: str, doubt: str) -> SettingChange:
     after = None if before is None else factor.map(lambda f: f * before)
-    return Setting(name, f"x {factor}", before, after, source, doubt)
+    return SettingChange(name, f"x {factor}", before, after, source, doubt)
 
 
 def _second_beta(betas: object) -> float:

@@ -3,6 +3,7 @@
 Promises:
 - the micro-batch never exceeds the one that fits;
 - the effective batch that is reached, and its difference from the one asked for, are always stated;
+- the comparison table shows every sensible split of the same effective batch;
 - the answer costs the same for 32 samples and for 10^9.
 """
 
@@ -33,11 +34,6 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from batchwright.planning.split import Policy
-    from batchwright.planning.times import TimeModel
-
-
-# Why a plan is as it is, in words: the reason it carries, and what its reader should know besides.
 
 _ROUNDING = {
     "nearest": "comes nearest",
@@ -54,10 +50,10 @@ def give_reason(requested: int, max_micro_batch: int, split: Split, policy: Poli
     """
     least = least_accumulation(requested, max_micro_batch=max_micro_batch, devices=split.devices)
     over = f" over {counted(split.devices, 'device')}" if split.devices > 1 else ""
-    asked = f"{counted(requested, 'sample')}{over}, at most {max_micro_batch:,} at a time"
+    wanted = f"{counted(requested, 'sample')}{over}, at most {max_micro_batch:,} at a time"
     if split.accumulation < least:
-        return f"{asked}: {least:,} passes would exceed it, so {split.accumulation:,} per step"
-    passes = f"{asked}: {counted(least, 'micro-batch')} per step"
+        return f"{wanted}: {least:,} passes would exceed it, so {split.accumulation:,} per step"
+    passes = f"{wanted}: {counted(least, 'micro-batch')} per step"
     if split.samples != requested:
         return f"{passes}; {split.largest:,} each {_ROUNDING[policy]}"
     if split.is_even:
@@ -79,12 +75,6 @@ def give_notes(plan: Plan) -> Iterator[str]:
         have = counted(plan.epoch.samples, "sample")
         yield f"no update in an epoch: {have} do not fill one micro-batch on every device"
 
-
-# The comparison table: every sensible split of the same effective batch, side by side.
-#
-# The first row is the plan itself; the others are what `plan` answers when only a half, a quarter, ... of its
-# micro-batch fits, down to single samples. Where the plan misses the target or is uneven, the largest split into equal
-# micro-batches that reaches it exactly is there too.
 
 # Halving reaches single samples from 2,048 in as many rows; a longer table is not read any more.
 MOST_ROWS = 12
@@ -121,6 +111,10 @@ def compare_splits(
     peak_bytes: Callable[[int], int] | None = None,
 ) -> tuple[Row, ...]:
     """Lay the chosen split and its smaller micro-batches side by side.
+
+    The other rows are what `plan` answers if only a half, a quarter, ... of the micro-batch fits, down to single
+    samples. If the plan misses the target or is uneven, the largest split into equal micro-batches that reaches it
+    exactly is there too.
 
     >>> from batchwright.planning.split import Split
     >>> from batchwright.planning.times import ASSUMED
@@ -335,13 +329,18 @@ def plan(
     >>> plan(1024, micro_batch=48, devices=4, policy="exact").weights
     (Weight(micro_batch=43, count=16, weight=0.0419921875), Weight(micro_batch=42, count=8, weight=0.041015625))
 
-    `micro_batch` is the largest that fits. The accumulation count is fixed first (fewest steps that fit), then
-    the micro-batch is evened out, so no device runs a nearly empty last step. `policy` says which way a target
-    that does not divide is rounded: "nearest", "at-least", "at-most", or "exact" (uneven micro-batches).
+    The accumulation count is fixed first (fewest steps that fit), then the micro-batch is evened out, so no device runs
+    a nearly empty last step.
 
-    `samples` in the dataset give forwards and updates per epoch. `times` are measured seconds: `{4: 0.11}` for one pass
-    of 4 samples, `{(4, 8): 0.95}` for a whole step of 8 of them. `estimate` maps a micro-batch to peak bytes. Both fill
-    a column of the comparison table.
+    - `micro_batch`: the largest that fits.
+    - `devices`: data-parallel ranks.
+    - `samples`: those of the dataset; they give forwards and updates per epoch. `drop_last` leaves an incomplete
+      micro-batch out.
+    - `eval_micro_batch`, `workers`: for the settings of a framework.
+    - `policy`: how to round a target that does not divide: "nearest", "at-least", "at-most", or "exact" (uneven
+      micro-batches).
+    - `times`: measured seconds: `{4: 0.11}` for one pass of 4 samples, `{(4, 8): 0.95}` for a whole step of 8 of them.
+    - `estimate`: a function from a micro-batch to peak bytes, for a column of the comparison table.
     """
     requested = whole_number(effective_batch, "effective batch")
     cap = whole_number(micro_batch, "micro-batch")

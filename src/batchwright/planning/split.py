@@ -1,6 +1,15 @@
-"""The `batch_sampler` that runs a plan on one rank, whatever its sizes.
+"""How the samples of one optimizer step are cut over devices and micro-batches, counted over an epoch, and run.
 
 Promises:
+- accumulation is the fewest micro-batches that fit, whatever the policy;
+- no micro-batch exceeds the cap, and any two differ by at most one sample;
+- every answer but a divisor is a closed formula: the cost does not grow with the batch; a divisor takes no more trials
+  than half the cap, or half the root of the number if that is less;
+- forwards of an epoch are counted per device; ranks run the same number. With `drop_last` the incomplete micro-batch is
+  dropped, and nothing else. An incomplete last window is run to its end and updates once, as Trainer, accelerate,
+  Lightning and `Accumulator` do.
+
+Promises of the batch sampler:
 - every sample of the dataset once per epoch over all ranks (with `drop_last`, all but an incomplete micro-batch);
 - the same order for the same (seed, epoch) on every rank, so the ranks never share a sample;
 - every rank yields the same number of batches; an empty micro-batch repeats one sample at weight 0.
@@ -19,14 +28,6 @@ from batchwright.units import counted, whole_number
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-
-# How the samples of one optimizer step are cut over devices and micro-batches.
-#
-# Promises:
-# - accumulation is the fewest micro-batches that fit, whatever the policy;
-# - no micro-batch exceeds the cap, and any two differ by at most one sample;
-# - every answer but a divisor is a closed formula: the cost does not grow with the batch;
-# - a divisor takes no more trials than half the cap, or half the root of the number where that is less.
 
 Policy = Literal["nearest", "at-least", "at-most", "exact"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -68,7 +69,7 @@ class Split:
 
     @property
     def smallest(self) -> int:
-        """Samples in the smallest micro-batch; 0 where there are fewer samples than micro-batches."""
+        """Samples in the smallest micro-batch; 0 if there are fewer samples than micro-batches."""
         return self.samples // self.slots
 
     @property
@@ -117,10 +118,10 @@ def divisors(number: int, *, at_most: int) -> list[int]:
     >>> divisors(360, at_most=20)
     [1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 15, 18, 20]
     """
-    found = {1}
+    sizes = {1}
     for prime in _prime_factors(number, at_most=at_most):
-        found |= {size * prime for size in found if size * prime <= at_most}
-    return sorted(found)
+        sizes |= {size * prime for size in sizes if size * prime <= at_most}
+    return sorted(sizes)
 
 
 def largest_divisor(number: int, *, at_most: int) -> int:
@@ -185,15 +186,6 @@ def choose_split(effective_batch: int, *, max_micro_batch: int, devices: int, po
     return Split(max(1, below + rounds_up) * slots, accumulation, devices)
 
 
-# What one pass over the data costs: forwards, updates, and the window that is left over at the end.
-#
-# Promises:
-# - forwards are counted per device; ranks run the same number;
-# - with `drop_last` the incomplete micro-batch is dropped, and nothing else;
-# - an incomplete last window is run to its end and updates once, as Trainer, accelerate, Lightning and `Accumulator`
-#   do.
-
-
 @dataclass(frozen=True)
 class LastWindow:
     """The incomplete window at the end of an epoch."""
@@ -208,7 +200,6 @@ class LastWindow:
 class Epoch:
     """One pass over `samples`.
 
-    >>> from batchwright.planning.split import Split
     >>> epoch = count_epoch(10_000, Split(samples=32, accumulation=2, devices=1), drop_last=True)
     >>> epoch.forwards, epoch.updates, epoch.last_window
     (625, 313, LastWindow(samples=16, micro_batches=1, update=True))
