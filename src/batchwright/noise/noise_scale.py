@@ -192,10 +192,7 @@ class NoiseScale:
         if batch_norms(model):
             self.note(BATCH_NORM_WARNING.format(names=", ".join(batch_norms(model)[:3])))
 
-    @staticmethod
-    def estimate(gradients: Any, micro_batch: Any = 1) -> float | None:
-        """Return the noise scale of one step from a list of micro-batch gradients; see `estimate` in this file."""
-        return estimate(gradients, micro_batch)
+    estimate = staticmethod(estimate)
 
     @property
     def critical_batch(self) -> CriticalBatch | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batchwright.errors import BatchwrightError, NotExpressibleError
 from batchwright.planning.critical_batch import figure
@@ -87,49 +87,6 @@ class Change:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class RunAdvice:
-    """The recommendation of a run."""
-
-    name: str
-    on: str
-    choice: Choice
-    learning_rate: RecommendedRate | None
-    seconds_per_step: float | None
-    changes: tuple[Change, ...]
-    configs: dict[str, str]
-    notes: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data: the section `recommendation` of a run."""
-        split, curve, critical = self.choice.plan, self.choice.curve, self.choice.critical
-        speed = None if self.seconds_per_step is None else split.effective_batch / self.seconds_per_step
-        return {
-            "schema": 1,
-            "source": self.choice.source,
-            "name": self.name,
-            "on": self.on,
-            "devices": split.devices,
-            "micro_batch": split.micro_batch,
-            "accumulation": split.accumulation,
-            "effective_batch": split.effective_batch,
-            "range_within_5_percent": None if curve is None else list(curve.as_good),
-            "best_effective_batch": None if curve is None else curve.soonest,
-            "time_over_soonest": None if curve is None else curve.over_soonest(split.effective_batch),
-            "learning_rate": None if self.learning_rate is None else self.learning_rate.to_dict(),
-            "critical_batch": None if critical is None else critical.to_dict(),
-            "critical_batch_from": self.choice.critical_from,
-            "seconds_per_step": self.seconds_per_step,
-            "samples_per_second": speed,
-            "time_to_target": [asdict(point) for point in trace_curve(self.choice)],
-            "reasons": list(self.choice.reasons),
-            "assumes": list(self.choice.assumes),
-            "changes": [asdict(change) for change in self.changes],
-            "configs": self.configs,
-            "notes": list(self.notes),
-        }
-
-
 def advise_run(run: Run, request: TuneRequest) -> None:
     """Write the plan and the recommendation into a run."""
     measured = Measured.read(run)
@@ -143,18 +100,35 @@ def advise_run(run: Run, request: TuneRequest) -> None:
     except BatchwrightError as error:
         run["plan"] = run["recommendation"] = {"skipped": f"failed: {error}"}
         return
-    rate, throughput = recommend_rate(measured, choice), measured.throughput
-    advice = RunAdvice(
-        name=run["workload"]["name"],
-        on=request.on,
-        choice=choice,
-        learning_rate=rate,
-        seconds_per_step=None if throughput is None else throughput.step_seconds(choice.plan),
-        changes=compare_changes(measured, choice, keeps_batch=request.effective_batch is not None),
-        configs=dict(_configs(choice.plan, None if rate is None else rate.recommended)),
-        notes=tuple(text for text in (used.note, _no_rate(measured, rate), _poor_line(measured)) if text),
-    )
-    run["plan"], run["recommendation"] = choice.plan.to_dict(), advice.to_dict()
+    split, curve, critical = choice.plan, choice.curve, choice.critical
+    rate = recommend_rate(measured, choice)
+    seconds = None if measured.throughput is None else measured.throughput.step_seconds(split)
+    changes = compare_changes(measured, choice, keeps_batch=request.effective_batch is not None)
+    run["plan"] = split.to_dict()
+    run["recommendation"] = {
+        "schema": 1,
+        "source": choice.source,
+        "name": run["workload"]["name"],
+        "on": request.on,
+        "devices": split.devices,
+        "micro_batch": split.micro_batch,
+        "accumulation": split.accumulation,
+        "effective_batch": split.effective_batch,
+        "range_within_5_percent": None if curve is None else list(curve.as_good),
+        "best_effective_batch": None if curve is None else curve.soonest,
+        "time_over_soonest": None if curve is None else curve.over_soonest(split.effective_batch),
+        "learning_rate": None if rate is None else rate.to_dict(),
+        "critical_batch": None if critical is None else critical.to_dict(),
+        "critical_batch_from": choice.critical_from,
+        "seconds_per_step": seconds,
+        "samples_per_second": None if seconds is None else split.effective_batch / seconds,
+        "time_to_target": [asdict(point) for point in trace_curve(choice)],
+        "reasons": list(choice.reasons),
+        "assumes": list(choice.assumes),
+        "changes": [asdict(change) for change in changes],
+        "configs": dict(_configs(split, None if rate is None else rate.recommended)),
+        "notes": [text for text in (used.note, _no_rate(measured, rate), _poor_line(measured)) if text],
+    }
 
 
 def pick_critical(measured: Measured) -> CriticalUsed:

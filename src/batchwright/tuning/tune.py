@@ -167,7 +167,8 @@ def _tune(
     with ranks.at(f"loading {target or 'the workload'}"):
         workload = load_workload(work) if isinstance(work, str) else work
         about = stages.describe_workload(workload, target, request)
-    run = _resumed(path, about, ranks, say) if resume else _new(about)
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    run = _resume(path, about, ranks, say) if resume else {**new_run(created), "workload": about}
     seconds: dict[str, float] = run["workload"].setdefault("seconds", {})
     for number, stage in enumerate(STAGES, 1):
         if is_done(run[stage]):
@@ -183,7 +184,7 @@ def _tune(
         start = time.monotonic()
         try:
             with ranks.at(f"stage {stage}"):
-                run[stage] = _section(stage, work if stage == "fit" else workload, measured, request, ranks, say)
+                run[stage] = _run_everywhere(stage, work if stage == "fit" else workload, measured, request, ranks, say)
         except KeyboardInterrupt as stop:
             run[stage] = {"skipped": "interrupted"}
             if _keep(run, path, say):
@@ -205,12 +206,7 @@ def _reason_not_to_train(workload: Workload, measured: Measured) -> str | None:
     return "the workload has no optimizer: it only infers" if workload.optimizer is None else None
 
 
-def _new(about: Section) -> Run:
-    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {**new_run(created), "workload": about}
-
-
-def _resumed(path: Path | None, about: Section, ranks: Session, say: Say) -> Run:
+def _resume(path: Path | None, about: Section, ranks: Session, say: Say) -> Run:
     """Return the run to go on with, the same on every rank: one that left out a stage alone would wait for ever."""
     run = ranks.share("run", _read(path, about, say) if ranks.rank == 0 else None)
     return {**run, "finished": False}
@@ -233,14 +229,14 @@ def _read(path: Path | None, about: Section, say: Say) -> Run:
     return run
 
 
-def _section(stage: str, work: Any, measured: Measured, request: TuneRequest, ranks: Session, say: Say) -> Section:
+def _run_everywhere(
+    stage: str, work: Any, measured: Measured, request: TuneRequest, ranks: Session, say: Say
+) -> Section:
     if ranks.is_alone:
         return _run_stage(stage, work, measured, request, say)
-    own = _run_on_ranks(stage, work, measured, request, say)
-    sections = ranks.gather("section", own)
+    sections: list[Section] = ranks.gather("section", _run_on_ranks(stage, work, measured, request, say))
     # If one rank has no answer, none has; else that of the first, so that no two go on differently.
-    chosen: Section = next((section for section in sections if not is_done(section)), sections[0])
-    return chosen
+    return next((section for section in sections if not is_done(section)), sections[0])
 
 
 def _run_on_ranks(stage: str, work: Any, measured: Measured, request: TuneRequest, say: Say) -> Section:
@@ -255,7 +251,7 @@ def _run_on_ranks(stage: str, work: Any, measured: Measured, request: TuneReques
         if isinstance(error, StepFailedError | RankFailedError):
             raise
         say(f"{stage} failed: {error}")
-        return {"skipped": f"failed: {error}{_notes(error)}"}
+        return _failed(error, str(error))
 
 
 def _run_stage(stage: str, work: Any, measured: Measured, request: TuneRequest, say: Say) -> Section:
@@ -263,24 +259,20 @@ def _run_stage(stage: str, work: Any, measured: Measured, request: TuneRequest, 
         return _RUNS[stage](work, measured, request, say)
     except BatchwrightError as error:
         say(f"{stage} failed: {error}")
-        return {"skipped": f"failed: {error}{_notes(error)}", **_raised(isinstance(error, StepFailedError))}
+        return _failed(error, str(error), is_users=isinstance(error, StepFailedError))
     except SystemExit as error:
         if not is_from_users_code(error):
             raise
-        return {"skipped": f"failed: the code that was run called sys.exit({error.code!r})", **_raised(True)}
-    except Exception as error:  # the user's code; the rest of the run can still be told
+        return _failed(error, f"the code that was run called sys.exit({error.code!r})", is_users=True)
+    except Exception as error:  # the user's code; the rest of the run still has an answer
         say(f"{stage} failed: {users_traceback_text(error)}")
-        is_full = is_out_of_memory(error)
-        return {"skipped": f"failed: {type(error).__name__}: {error}{_notes(error)}", **_raised(not is_full)}
+        return _failed(error, f"{type(error).__name__}: {error}", is_users=not is_out_of_memory(error))
 
 
-def _raised(is_users: bool) -> Section:
-    """Mark a section whose stage ended in the user's code: if nothing can be recommended, it is the reason."""
-    return {"raised": True} if is_users else {}
-
-
-def _notes(error: BaseException) -> str:
-    return "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+def _failed(error: BaseException, text: str, *, is_users: bool = False) -> Section:
+    """Return the section of a stage that failed, marked if the user's code raised."""
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    return {"skipped": f"failed: {text}{notes}", **({"raised": True} if is_users else {})}
 
 
 def _keep(run: Run, path: Path | None, say: Say) -> bool:
