@@ -118,7 +118,7 @@ def test_without_any_end_there_is_no_answer() -> None:
 def test_a_critical_batch_in_tokens_is_converted_or_refused() -> None:
     tokens = measured(6400, 12800, 25600, unit="tokens", samples_per_unit=1 / 64)
     assert best_batch(tokens, TIMES).value == best_batch(200, TIMES).value
-    with pytest.raises(InvalidInputError, match="in tokens, and nothing told how many samples"):
+    with pytest.raises(InvalidInputError, match="in tokens, and its samples were not counted"):
         best_batch(measured(100, 200, 400, unit="tokens"), TIMES)
 
 
@@ -202,7 +202,7 @@ def test_the_smallest_batch_that_meets_a_deadline_is_found() -> None:
 def test_a_deadline_that_no_batch_meets_is_answered_with_the_least_time() -> None:
     best = best_batch(400, TIMES, min_steps=1000, deadline_seconds=1600)
     assert best.deadline_batch is None
-    assert said(best, "no batch is there within 1,600 s: it takes at least 1,646 s")
+    assert said(best, "no batch reaches the loss within 1,600 s: it takes at least 1,646 s")
 
 
 def test_devices_by_the_hour_are_chosen_by_the_least_cost() -> None:

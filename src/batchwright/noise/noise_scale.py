@@ -164,7 +164,7 @@ class NoiseScale:
         self._population = None if population is None else whole_number(population, "population")
         self._skipped: Counter[str] = Counter()
         self.notes: list[str] = []
-        """What has to be said about the measurement."""
+        """What to know about the measurement."""
         self._unread: list[tuple[Sequence[Sequence[Any]], float, int]] = []
         self._source: WatchedWindows | OwnLoop
         self.accumulator = accumulator_or_model if isinstance(accumulator_or_model, Accumulator) else None
@@ -269,7 +269,7 @@ class NoiseScale:
         self._skipped, self.notes = Counter(state["skipped"]), list(state["notes"])
 
     def learn(self, rows: Sequence[Sequence[Any]], factor: float, number: int) -> None:
-        """Take what all ranks told of a window; it is read when somebody asks."""
+        """Take what all ranks sent of a window; it is read when an answer is needed."""
         self._unread.append((rows, factor, number))
         if len(self._unread) >= _MOST_UNREAD:
             self._read()
@@ -314,14 +314,14 @@ class NoiseScale:
 
     def _name_unit(self, report: MeasuredWindow) -> None:
         if self._population is not None and not report.samples:
-            self.note("nothing told how many samples a micro-batch has, so population= is not corrected for")
+            self.note("the samples of a micro-batch are not known, so population= is not corrected for")
         if self._has_unit:
             return
         self._has_unit = True
         if not report.samples and report.units == report.observations[0].parts:
             self._track.unit = "micro-batches"
             self.note(
-                "nothing told how large a micro-batch is, so the critical batch is counted in micro-batches; "
+                "the size of a micro-batch is not known, so the critical batch is counted in micro-batches; "
                 "micro_batches(loader) counts samples, backward(loss, weight=len(batch)) does too"
             )
         elif abs(report.samples - report.units) > 1e-6 * report.units:

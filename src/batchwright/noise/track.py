@@ -39,7 +39,7 @@ class Observation:
     units: float
     """Units that went into it: N."""
     parts: int
-    """Independent parts that were told apart: K."""
+    """Independent parts: K."""
 
     @property
     def is_finite(self) -> bool:
@@ -67,7 +67,7 @@ class Squares:
 
     @staticmethod
     def of(squares: Sequence[float], sizes: Sequence[float]) -> Squares:
-        """Sum up parts from |g|^2 and n of each; a part without units tells nothing and is left out."""
+        """Sum up parts from |g|^2 and n of each; a part without units is left out."""
         parts = [(square, size) for square, size in zip(squares, sizes, strict=True) if size > 0]
         return Squares(sum(s * n for s, n in parts), float(sum(n for _, n in parts)), len(parts))
 
@@ -100,7 +100,7 @@ def ratio(trace: float, signal: float) -> float:
     return trace / signal if signal > 0 else math.inf
 
 
-# Where nothing else is asked: as many units as this many of the first steps took.
+# The default window: as many units as this many of the first steps took.
 DEFAULT_STEPS = 200
 POINTS_PER_WINDOW = 4
 

@@ -109,7 +109,7 @@ def _further_on_memory(case: Case) -> Iterator[str]:
     yield "an 8-bit optimizer: Adam's state from 8 to about 2 bytes per parameter (Dettmers et al. 2022)"
     if case.before.devices > 1:
         yield f"shard optimizer state, gradients or weights over the {case.before.devices} devices (ZeRO 1, 2, 3; FSDP)"
-    yield "shorter sequences, or batches by token budget where lengths differ"
+    yield "shorter sequences, or batches by token budget if lengths differ"
 
 
 def _calm_training(case: Case) -> Iterator[Option]:

@@ -38,12 +38,12 @@ class CriticalBatch:
     """As it is now, at the last of the observations; infinite if no signal was seen."""
     low: float
     high: float
-    """Infinite where it is not resolved."""
+    """Infinite if it is not resolved."""
     unit: str
     observations: int
     """Optimizer steps that it rests on."""
     steps_needed: int | None = None
-    """Further steps until the upper end is likely to be resolved; None if that cannot be told."""
+    """Further steps until the upper end is likely to be resolved; None if nothing can say."""
     trace: float = math.nan
     """T, the trace of the covariance of one unit's gradient, as of now."""
     signal: float = math.nan

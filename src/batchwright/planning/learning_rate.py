@@ -2,7 +2,7 @@
 
 Below the critical batch two rules keep the training dynamics the same while gradient noise dominates: linear for SGD,
 square root for Adam. Neither is a law. With a critical batch they level off beyond it, because more samples no longer
-make a step better. Where branches have tuned rates at several batches, the line through those goes before any rule.
+make a step better. If branches have tuned rates at several batches, the line through those goes before any rule.
 
 Promises:
 - every rule carries its source and, in words, what speaks against it;

@@ -440,7 +440,7 @@ def _checked_critical(given: object) -> CriticalBatch:
     critical = given.in_samples()
     if critical is None:
         raise InvalidInputError(
-            f"the critical batch is in {given.unit}, and nothing told how many samples that is: {given}.",
+            f"the critical batch is in {given.unit}, and its samples were not counted: {given}.",
             remedy="give it as a number of samples: best_batch(critical.value / tokens_per_sample, ...)",
         )
     if math.isinf(critical.value) and critical.low <= 0:
@@ -525,9 +525,9 @@ def _run_words(best: BestBatch, limit: float | None) -> Iterator[str]:
     cost = "" if best.run_cost is None else f" and costs {best.run_cost:,.2f}"
     yield f"reaching the loss takes {_duration(best.run_seconds)}{cost}"
     if limit is not None and best.deadline_batch:
-        yield f"the smallest batch that is there within {_duration(limit)} is {best.deadline_batch:,}"
+        yield f"the smallest batch that reaches the loss within {_duration(limit)} is {best.deadline_batch:,}"
     elif limit is not None:
-        yield f"no batch is there within {_duration(limit)}: it takes at least {_duration(best.run_seconds)}"
+        yield f"no batch reaches the loss within {_duration(limit)}: it takes at least {_duration(best.run_seconds)}"
 
 
 def _duration(seconds: float) -> str:

@@ -96,7 +96,7 @@ class Split:
         """Yield the sizes of one rank's micro-batches in the order they run."""
         small, num_large = divmod(self.rank_samples(rank), self.accumulation)
         # Small ones first: the last micro-batch is the one that synchronises gradients, and it must not be
-        # the empty one where there are fewer samples than micro-batches.
+        # the empty one if there are fewer samples than micro-batches.
         for step in range(self.accumulation):
             yield small + (step >= self.accumulation - num_large)
 
@@ -267,7 +267,7 @@ class PlanBatchSampler:
     def weights(self) -> Iterator[float]:
         """Yield the weight of each batch, in step with it: its share of the samples of its optimizer step.
 
-        The weights of one step sum to one over all ranks. Where ranks average gradients (DDP), multiply by the
+        The weights of one step sum to one over all ranks. If ranks average gradients (DDP), multiply by the
         number of ranks.
         """
         for window in self.windows():

@@ -67,7 +67,7 @@ class TimeModel:
 
     @property
     def source(self) -> str:
-        """`measured` where it rests on points, `formula` where it is only the model."""
+        """`measured` if it rests on points, `formula` if it is only the model."""
         return "measured" if self.points else "formula"
 
     def step_seconds(self, split: Split) -> float:

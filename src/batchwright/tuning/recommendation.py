@@ -2,7 +2,7 @@
 
 Promises:
 - an effective batch that was asked for is kept, as nearly as equal micro-batches allow, and a better one is named;
-- without a critical batch or without times nothing is made up: what is missing, and what stands in for it, is said;
+- without a critical batch or without times nothing is made up: the answer names what is missing and what stands in;
 - every answer says what it rests on, and the range that is as good;
 - what would change the answer (twice the memory, twice the devices, checkpointing) is the recommendation made again
   with another limit: what fits follows from bytes per sample, how long it takes from the one model of soonest.
@@ -42,7 +42,7 @@ _CHECKPOINTING = "activation checkpointing"
 
 @dataclass(frozen=True)
 class CriticalUsed:
-    """The critical batch to reckon with, what it rests on, and what has to be said about it."""
+    """The critical batch to reckon with, what it rests on, and what to know about it."""
 
     critical: CriticalBatch | None = None
     origin: str | None = None
@@ -204,7 +204,7 @@ def choose(measured: Measured, used: CriticalUsed, *, devices: int, effective_ba
     if throughput is not None and devices > throughput.devices:
         is_timed = False
         ran = counted(throughput.devices, "device")
-        assumes.append(f"{ran} ran, {devices:,} were asked for: what they take to talk to each other is left out")
+        assumes.append(f"{ran} ran, {devices:,} were asked for: communication between them is left out")
     is_resolved = in_samples is not None and in_samples.resolved
     source = "measured" if curve is not None and fits is not None and is_timed and is_resolved else "predicted"
     return Choice(split, curve, in_samples or critical, used.origin, tuple(reasons), tuple(assumes), source)
@@ -281,7 +281,7 @@ def _with_twice_the_devices(measured: Measured, choice: Choice, *, keeps_batch: 
     change, largest = "twice the devices", choice.plan.max_micro_batch
     if choice.curve is None:
         return Change(change, note="needs the critical batch and the time of a step")
-    doubled = Change(change, note="without what devices take to talk to each other")
+    doubled = Change(change, note="without communication between devices")
     return _choose_again(measured, choice, doubled, largest=largest, times_devices=2, keeps_batch=keeps_batch)
 
 
@@ -340,7 +340,11 @@ def _no_rate(measured: Measured, rate: RecommendedRate | None) -> str:
     workload = measured.workload
     if rate is not None or workload is None or workload.optimizer is None:
         return ""
-    reason = "groups of parameters have different ones" if workload.learning_rate is None else "nothing tells it"
+    reason = (
+        "groups of parameters have different ones"
+        if workload.learning_rate is None
+        else "neither branches nor a rule gives another"
+    )
     return f"the learning rate is left as it is: {reason}"
 
 

@@ -131,7 +131,7 @@ def read_run_file(file: str | Path) -> Run:
 def read_run_to_resume(file: str | Path) -> tuple[Run, list[str]]:
     """Return the run in a file, and the sections that are damaged, which are to be measured again.
 
-    A workload that is damaged cannot be told from another one, so there is nothing to go on with.
+    A damaged workload may be another one, so there is nothing to resume.
     """
     run = read_run_file(file)
     damaged = [name for name, needed in _NEEDED.items() if is_done(run[name]) and not _holds(run[name], needed)]

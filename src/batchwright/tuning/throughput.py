@@ -3,7 +3,7 @@
 Promises:
 - sizes take turns, so that a machine that slows down slows all of them alike;
 - each size runs once unmeasured before;
-- the middle of the repeats is told, with their quartiles; nothing of a live model is changed.
+- the answer is the median of the repeats, with their quartiles; nothing of a live model is changed.
 """
 
 from __future__ import annotations

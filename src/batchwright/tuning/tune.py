@@ -3,7 +3,7 @@
 Promises:
 - a stage that fails says so in its section and does not take the rest with it;
 - after every stage the run's file is written: what was measured is kept whatever comes, Ctrl-C included;
-- `resume` goes on where a run of the same question ended;
+- `resume` continues a run of the same question;
 - under torchrun all ranks go on with what the first one found; one whose code raises, or that runs out of memory, hangs
   or dies, ends the run on all of them.
 """
@@ -282,6 +282,6 @@ def _keep(run: Run, path: Path | None, say: Say) -> bool:
     try:
         write_run(run, path)
     except BatchwrightError as error:
-        say(str(error))  # the answer is still told, and a later stage may find room
+        say(str(error))  # the answer is still given, and a later stage may find room
         return False
     return True
