@@ -45,11 +45,13 @@ def expected(sizes: Sequence[int], dtype: str = "float64", *, steps: int = STEPS
     """The same by hand, along plain big-batch training in one process."""
     model = make_model(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05 if trains else 0.0)
-    found = []
+    critical = []
     for step in range(steps):
         parts = batches_of(step, sizes, dtype)
-        found.append(list(observe_by_hand(copy.deepcopy(model).double(), loss_of, [p.double() for p in parts], sizes)))
+        critical.append(
+            list(observe_by_hand(copy.deepcopy(model).double(), loss_of, [p.double() for p in parts], sizes))
+        )
         optimizer.zero_grad()
         loss_of(model, torch.cat(parts)).backward()
         optimizer.step()
-    return found
+    return critical

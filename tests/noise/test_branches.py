@@ -33,7 +33,7 @@ def workload(**changes: Any) -> bw.Workload:
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "lines"),
     [
         (lambda loss: loss[None].expand(3), r"scalar tensor; received one of shape \(3,\)"),
         (lambda loss: None, "received NoneType"),
@@ -44,11 +44,11 @@ def workload(**changes: Any) -> bw.Workload:
         (lambda loss: loss * float("nan"), "the held-out loss of batch 8 is no number"),
     ],
 )
-def test_a_loss_that_cannot_be_trained_on_is_answered(returned: Any, said: str) -> None:
+def test_a_loss_that_cannot_be_trained_on_is_answered(returned: Any, lines: str) -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         return returned((model(batch[0]) - batch[1]).pow(2).mean())
 
-    with pytest.raises(BatchwrightError, match=said):
+    with pytest.raises(BatchwrightError, match=lines):
         bw.measure_critical_batch(workload(loss=loss), batches=(8, 16), steps=2, seeds=1)
 
 
@@ -62,24 +62,24 @@ def test_single_samples_for_batch_normalization_name_the_split() -> None:
 @given(critical=st.floats(1, 1e4), steps=st.floats(10, 1e4))
 def test_an_exact_curve_gives_its_own_numbers(critical: float, steps: float) -> None:
     branches = [Branch(b, 1.0, (steps * (1 + critical / b),) * 5) for b in (8, 64, 512)]
-    found = fit_branches(branches, target=1.0, noise_scale=None)
-    assert found is not None
-    assert found.critical_batch.value == pytest.approx(critical, rel=1e-6)
-    assert found.min_steps == pytest.approx(steps, rel=1e-6)
+    measured = fit_branches(branches, target=1.0, noise_scale=None)
+    assert measured is not None
+    assert measured.critical_batch.value == pytest.approx(critical, rel=1e-6)
+    assert measured.min_steps == pytest.approx(steps, rel=1e-6)
 
 
 def test_perfect_scaling_has_no_critical_batch_in_range() -> None:
-    found = fit_branches([Branch(b, 1.0, (1000.0 / b, 999.0 / b)) for b in (8, 16)], target=1.0, noise_scale=None)
-    assert found is not None
-    assert found.critical_batch.value > 1e3
+    measured = fit_branches([Branch(b, 1.0, (1000.0 / b, 999.0 / b)) for b in (8, 16)], target=1.0, noise_scale=None)
+    assert measured is not None
+    assert measured.critical_batch.value > 1e3
 
 
 def test_a_branch_that_did_not_get_there_is_named() -> None:
     branches = [Branch(8, 1.0, (90.0, 91.0)), Branch(16, 1.0, (60.0, 61.0)), Branch(32, 1.0, (40.0, None))]
-    found = fit_branches(branches, target=1.0, noise_scale=None)
-    assert found is not None
-    assert found.notes[0].startswith("batch 32 did not reach")
-    assert "not reached" in render_plain(found)
+    measured = fit_branches(branches, target=1.0, noise_scale=None)
+    assert measured is not None
+    assert measured.notes[0].startswith("batch 32 did not reach")
+    assert "not reached" in render_plain(measured)
 
 
 def test_steps_are_read_off_the_best_loss_so_far() -> None:
@@ -88,23 +88,23 @@ def test_steps_are_read_off_the_best_loss_so_far() -> None:
 
 
 def test_short_trainings_give_a_curve_beside_the_noise_scale() -> None:
-    found = bw.measure_critical_batch(workload(), batches=(4, 32), steps=20, seeds=1, warm_up=2)
-    assert [branch.batch for branch in found.branches] == [4, 32]
-    means = [branch.mean_steps for branch in found.branches]
+    measured = bw.measure_critical_batch(workload(), batches=(4, 32), steps=20, seeds=1, warm_up=2)
+    assert [branch.batch for branch in measured.branches] == [4, 32]
+    means = [branch.mean_steps for branch in measured.branches]
     assert all(mean is not None for mean in means)
     assert means == sorted(means, reverse=True)  # type: ignore[type-var]
-    assert found.ratio is not None
-    assert math.isfinite(found.ratio)
-    told = json.loads(json.dumps(found.to_dict()))
-    assert told["schema"] == 1
-    assert "times the noise scale" in render_plain(found)
-    assert "<table>" in found._repr_html_()
+    assert measured.ratio is not None
+    assert math.isfinite(measured.ratio)
+    data = json.loads(json.dumps(measured.to_dict()))
+    assert data["schema"] == 1
+    assert "times the noise scale" in render_plain(measured)
+    assert "<table>" in measured._repr_html_()
 
 
 def test_a_branch_is_trained_once() -> None:
-    said: list[str] = []
-    bw.measure_critical_batch(workload(), batches=(4, 32), steps=20, seeds=2, progress=said.append)
-    branches = [line.split(" to a loss")[0] for line in said]
+    lines: list[str] = []
+    bw.measure_critical_batch(workload(), batches=(4, 32), steps=20, seeds=2, progress=lines.append)
+    branches = [line.split(" to a loss")[0] for line in lines]
     # A smallest batch that missed the mean of the seeds' losses goes on to it.
     assert len(branches) - len(set(branches)) <= 1
 
@@ -132,11 +132,11 @@ def test_what_cannot_be_measured_is_refused() -> None:
 
 
 def test_a_branch_that_diverges_is_left_out_and_named() -> None:
-    found = bw.measure_critical_batch(
+    measured = bw.measure_critical_batch(
         workload(), batches=(4, 8, 16), steps=8, seeds=1, learning_rates={16: 1e6}, evaluate_samples=20
     )
-    assert found.branches[-1].mean_steps is None
-    assert "batch 16 did not reach" in found.notes[0]
+    assert measured.branches[-1].mean_steps is None
+    assert "batch 16 did not reach" in measured.notes[0]
 
 
 def test_the_rate_is_tuned_so_that_the_noise_scale_does_not_decide_the_answer() -> None:
@@ -145,14 +145,14 @@ def test_the_rate_is_tuned_so_that_the_noise_scale_does_not_decide_the_answer() 
     def tiny_rate(parameters: Any) -> Any:
         return torch.optim.SGD(parameters, lr=1e-4)
 
-    found = bw.measure_critical_batch(workload(optimizer=tiny_rate), batches=(4, 16), steps=10, seeds=1)
-    assert found.branches[0].learning_rate_factor >= 16
+    measured = bw.measure_critical_batch(workload(optimizer=tiny_rate), batches=(4, 16), steps=10, seeds=1)
+    assert measured.branches[0].learning_rate_factor >= 16
 
 
 def test_a_noise_scale_is_calibrated_by_the_ratio() -> None:
     branches = [Branch(b, 1.0, (100 * (1 + 50 / b),) * 5) for b in (8, 64, 512)]
     here = CriticalBatch(25.0, 20.0, 30.0, unit="samples", observations=50)
-    found = fit_branches(branches, target=1.0, noise_scale=here)
-    assert found is not None
-    whole = found.calibrated(CriticalBatch(100.0, 80.0, 120.0, unit="samples", observations=400))
+    measured = fit_branches(branches, target=1.0, noise_scale=here)
+    assert measured is not None
+    whole = measured.calibrated(CriticalBatch(100.0, 80.0, 120.0, unit="samples", observations=400))
     assert (whole.value, whole.low, whole.high) == pytest.approx((200, 160, 240))

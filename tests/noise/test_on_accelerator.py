@@ -22,5 +22,5 @@ def test_an_accelerator_gives_the_observations_of_the_cpu(sizes: list[int]) -> N
         for batch in accumulator.micro_batches([part.to(device) for part in batches_of(step, sizes, "float32")]):
             accumulator.backward(loss_of(model, batch))
     parts = sizes if len(sizes) > 1 else [1] * sizes[0]
-    for found, wanted in zip(seen_by(noise), expected(parts, "float32"), strict=True):
-        assert found == pytest.approx(wanted, rel=1e-3)
+    for critical, wanted in zip(seen_by(noise), expected(parts, "float32"), strict=True):
+        assert critical == pytest.approx(wanted, rel=1e-3)

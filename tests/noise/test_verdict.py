@@ -90,9 +90,9 @@ def test_the_learning_rate_is_given_for_a_doubled_and_a_halved_batch() -> None:
 
 
 def test_the_verdict_is_plain_data() -> None:
-    told = judge(measured(100, 400), 100, optimizer="sgd").to_dict()
-    assert json.loads(json.dumps(told, allow_nan=False)) == told
-    assert told["position"] == "near"
+    data = judge(measured(100, 400), 100, optimizer="sgd").to_dict()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["position"] == "near"
 
 
 def test_a_batch_of_nothing_is_refused() -> None:

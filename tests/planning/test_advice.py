@@ -103,7 +103,7 @@ def test_sharding_is_named_only_where_there_are_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"problem": "sad"}, "problem must be one of out-of-memory, unstable, slow; received 'sad'."),
         ({"micro_batch": 0}, "micro-batch must be"),
@@ -116,7 +116,7 @@ def test_sharding_is_named_only_where_there_are_devices() -> None:
         ({"micro_batch": 10**9, "accumulation": 10**9}, "effective batch (micro-batch x accumulation x devices)"),
     ],
 )
-def test_wrong_values_are_named(arguments: dict[str, Any], said: str) -> None:
+def test_wrong_values_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError) as error:
         bw.advise(**{"problem": "slow", "micro_batch": 4, **arguments})
-    assert said in str(error.value)
+    assert message in str(error.value)

@@ -146,7 +146,7 @@ def test_training_arguments_are_compared_with_the_deepspeed_config_they_name(tmp
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("a.json", "{", "not valid JSON: Expecting property name enclosed in double quotes at line 1, column 2"),
         ("a.json", "", "is empty"),
@@ -174,10 +174,10 @@ def test_training_arguments_are_compared_with_the_deepspeed_config_they_name(tmp
         ("a.yaml", "per_device_train_batch_size: 4\ndeepspeed: none.json", "no config file at 'none.json'"),
     ],
 )
-def test_a_broken_file_is_one_clear_message(tmp_path: Path, name: str, content: str, said: str) -> None:
+def test_a_broken_file_is_one_clear_message(tmp_path: Path, name: str, content: str, message: str) -> None:
     with pytest.raises(InvalidInputError) as error:
         bw.check_config(write(tmp_path / name, content))
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_missing_file_names_what_is_there(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_every_setting_has_a_source_and_a_doubt(optimizer: str) -> None:
     ],
 )
 def test_values_that_cannot_be_used_are_named(wrong: dict[str, Any], message: str) -> None:
-    asked = {"before": 64, "after": 128, **wrong}
-    before, then = asked.pop("before"), asked.pop("after")
+    options = {"before": 64, "after": 128, **wrong}
+    before, then = options.pop("before"), options.pop("after")
     with pytest.raises(InvalidInputError, match=message):
-        learning_rate_change("adamw", before, then, known(300.0), **asked)
+        learning_rate_change("adamw", before, then, known(300.0), **options)

@@ -34,7 +34,7 @@ def measured(low: float, value: float, high: float, **more: Any) -> CriticalBatc
     return CriticalBatch(value, low, high, **{"unit": "samples", "observations": 50, **more})
 
 
-def said(best: BestBatch, words: str) -> bool:
+def mentions(best: BestBatch, words: str) -> bool:
     return any(words in line for line in best.words)
 
 
@@ -100,14 +100,14 @@ def test_the_interval_of_the_critical_batch_is_halved_in_factors() -> None:
 def test_without_an_upper_end_there_is_none_for_the_answer() -> None:
     best = best_batch(measured(100, 400, math.inf), TIMES)
     assert (best.low, best.value, best.high) == (57, 113, None)
-    assert said(best, "no evidence that a larger batch is too large; the answer rests on the estimate")
+    assert mentions(best, "no evidence that a larger batch is too large; the answer rests on the estimate")
     assert "[57 or more]" in summarize_best_batch(best)
 
 
 def test_an_infinite_estimate_leaves_the_lower_end_as_a_least_value() -> None:
     best = best_batch(measured(100, math.inf, math.inf), TIMES)
     assert (best.value, best.noise_scale, best.high) == (57, 100, None)
-    assert said(best, "take it as a least value")
+    assert mentions(best, "take it as a least value")
 
 
 def test_without_any_end_there_is_no_answer() -> None:
@@ -125,14 +125,14 @@ def test_a_critical_batch_in_tokens_is_converted_or_refused() -> None:
 def test_without_a_fixed_cost_the_smallest_batch_is_best() -> None:
     best = best_batch(400, {16: 0.16, 64: 0.64, 256: 2.56})
     assert best.value == 1
-    assert said(best, "no fixed cost")
-    assert said(best, "1 is extrapolated")
+    assert mentions(best, "no fixed cost")
+    assert mentions(best, "1 is extrapolated")
 
 
 def test_where_time_does_not_grow_the_largest_that_was_timed_is_best() -> None:
     best = best_batch(400, {16: 0.2, 64: 0.2, 256: 0.2})
     assert (best.value, best.range_within_5_percent[1]) == (256, 256)
-    assert said(best, "do not grow with the batch")
+    assert mentions(best, "do not grow with the batch")
     assert best_batch(400, {16: 0.2, 64: 0.2}, largest=1000).value == 1000
     assert best_batch(400, {16: 0.2, 64: 0.2}, micro_batch=128).in_micro_batches == 128
     with pytest.raises(InvalidInputError, match="same time whatever the batch"):
@@ -140,19 +140,19 @@ def test_where_time_does_not_grow_the_largest_that_was_timed_is_best() -> None:
 
 
 def test_a_batch_that_was_not_timed_is_called_extrapolated() -> None:
-    assert said(best_batch(40_000, TIMES), "is extrapolated")
-    assert not said(best_batch(400, TIMES), "is extrapolated")
+    assert mentions(best_batch(40_000, TIMES), "is extrapolated")
+    assert not mentions(best_batch(400, TIMES), "is extrapolated")
 
 
 def test_the_answer_stays_within_the_largest() -> None:
     best = best_batch(400, TIMES, largest=50)
     assert best.value == best.range_within_5_percent[1] == 50
-    assert said(best, "50 is the largest that is allowed")
-    assert not said(best_batch(400, TIMES, largest=113), "largest that is allowed")
+    assert mentions(best, "50 is the largest that is allowed")
+    assert not mentions(best_batch(400, TIMES, largest=113), "largest that is allowed")
 
 
 def test_a_poor_fit_is_said() -> None:
-    assert said(best_batch(400, {16: 0.12, 64: 0.9, 256: 0.72}), "fits these times poorly")
+    assert mentions(best_batch(400, {16: 0.12, 64: 0.9, 256: 0.72}), "fits these times poorly")
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -174,12 +174,12 @@ def test_a_time_model_with_a_micro_batch_gives_the_steps_that_accumulate(devices
     assert best.step_seconds.covers(16 * devices * 100)
     small = best_batch(1, model, devices=devices, micro_batch=16)
     assert small.value == 16 * devices
-    assert said(small, "a smaller micro-batch may be sooner")
+    assert mentions(small, "a smaller micro-batch may be sooner")
 
 
 def test_an_assumed_time_model_is_called_a_model() -> None:
     best = best_batch(300, TimeModel(0.05, 0.001, 0.0))
-    assert said(best, "the seconds are a model")
+    assert mentions(best, "the seconds are a model")
     assert best.to_dict()["source"] == "formula"
 
 
@@ -202,7 +202,7 @@ def test_the_smallest_batch_that_meets_a_deadline_is_found() -> None:
 def test_a_deadline_that_no_batch_meets_is_answered_with_the_least_time() -> None:
     best = best_batch(400, TIMES, min_steps=1000, deadline_seconds=1600)
     assert best.deadline_batch is None
-    assert said(best, "no batch reaches the loss within 1,600 s: it takes at least 1,646 s")
+    assert mentions(best, "no batch reaches the loss within 1,600 s: it takes at least 1,646 s")
 
 
 def test_devices_by_the_hour_are_chosen_by_the_least_cost() -> None:
@@ -219,7 +219,7 @@ def test_without_a_value_of_time_one_full_device_is_cheapest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("critical", "times", "asked", "message"),
+    ("critical", "times", "options", "message"),
     [
         (0, TIMES, {}, "critical batch must be a positive number"),
         (math.inf, TIMES, {}, "critical batch must be a positive number"),
@@ -238,17 +238,17 @@ def test_without_a_value_of_time_one_full_device_is_cheapest() -> None:
         (400, TIMES, {"min_steps": 0}, "min_steps must be"),
     ],
 )
-def test_what_cannot_be_used_is_named(critical: Any, times: Any, asked: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_used_is_named(critical: Any, times: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        best_batch(critical, times, **asked)
+        best_batch(critical, times, **options)
 
 
 def test_the_answer_is_plain_data_and_shows_itself() -> None:
     best = best_batch(measured(100, 400, math.inf), TIMES, micro_batch=8, min_steps=10, price_per_device_hour=1.0)
-    told = json.loads(json.dumps(best.to_dict(), allow_nan=False))
-    assert told["high"] is None
-    assert told["critical"]["high"] is None
-    assert told["source"] == "measured"
+    data = json.loads(json.dumps(best.to_dict(), allow_nan=False))
+    assert data["high"] is None
+    assert data["critical"]["high"] is None
+    assert data["source"] == "measured"
     assert "113" in best._repr_html_()
     drawn = render_plain(best)
     assert drawn.startswith("effective batch 113 [57 or more] reaches the loss soonest")

@@ -21,10 +21,10 @@ def test_divisors_are_what_trying_every_size_finds(number: int, at_most: int) ->
 @given(st.integers(1, 10**6), st.integers(1, 10**6))
 def test_divisors_of_a_large_number_pair_up(one: int, other: int) -> None:
     number = one * other
-    found = divisors(number, at_most=number)
-    assert {1, one, other, number} <= set(found)
-    assert [number // size for size in reversed(found)] == found
-    assert all(number % size == 0 for size in found)
+    listed = divisors(number, at_most=number)
+    assert {1, one, other, number} <= set(listed)
+    assert [number // size for size in reversed(listed)] == listed
+    assert all(number % size == 0 for size in listed)
 
 
 @pytest.mark.parametrize(

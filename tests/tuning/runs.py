@@ -30,14 +30,14 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def quick(**changes: Any) -> bw.Workload:
-    told = {
+    arguments = {
         "model": lambda: nn.Linear(8, 1),
         "batch": lambda n: torch.randn(n, 8),
         "loss": loss,
         "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3),
         "name": "quick",
     }
-    return bw.Workload(**{**told, **changes})
+    return bw.Workload(**{**arguments, **changes})
 
 
 def by_hand(**sections: Any) -> dict[str, Any]:

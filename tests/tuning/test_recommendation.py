@@ -14,37 +14,37 @@ from batchwright.tuning.tune_request import TuneRequest
 from tests.tuning.runs import CRITICAL, by_hand
 
 
-def advised(run: dict[str, Any] | None = None, **asked: Any) -> dict[str, Any]:
+def advised(run: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     run = run or by_hand()
-    advise_run(run, TuneRequest(**asked))
-    found: dict[str, Any] = run["recommendation"]
-    return found
+    advise_run(run, TuneRequest(**options))
+    advice: dict[str, Any] = run["recommendation"]
+    return advice
 
 
 def test_the_batch_is_the_one_that_reaches_the_loss_soonest_in_whole_micro_batches() -> None:
-    found = advised()
+    advice = advised()
     times = Measured.read(by_hand()).times
     assert times is not None
     best = best_batch(400.0, times, micro_batch=16)
-    assert found["best_effective_batch"] == best.value
-    assert found["effective_batch"] == found["micro_batch"] * found["accumulation"]
-    assert found["range_within_5_percent"][0] <= found["effective_batch"] <= found["range_within_5_percent"][1]
-    assert found["micro_batch"] <= 16
-    assert (found["source"], found["critical_batch_from"]) == ("measured", "noise scale")
+    assert advice["best_effective_batch"] == best.value
+    assert advice["effective_batch"] == advice["micro_batch"] * advice["accumulation"]
+    assert advice["range_within_5_percent"][0] <= advice["effective_batch"] <= advice["range_within_5_percent"][1]
+    assert advice["micro_batch"] <= 16
+    assert (advice["source"], advice["critical_batch_from"]) == ("measured", "noise scale")
 
 
 def test_a_batch_that_was_asked_for_is_kept_and_the_better_one_named() -> None:
-    found = advised(effective_batch=32)
-    assert found["effective_batch"] == 32
-    assert any("would reach the loss soonest" in reason for reason in found["reasons"])
+    advice = advised(effective_batch=32)
+    assert advice["effective_batch"] == 32
+    assert any("would reach the loss soonest" in reason for reason in advice["reasons"])
 
 
 def test_branches_go_before_the_noise_scale() -> None:
     twice = {**CRITICAL, "value": 800.0, "low": 700.0, "high": 900.0}
-    found = advised(by_hand(branches={"critical_batch": twice, "ratio": 2.0}))
-    assert found["critical_batch_from"] == "branches"
-    assert found["critical_batch"]["value"] == 800.0
-    assert found["best_effective_batch"] > advised()["best_effective_batch"]
+    advice = advised(by_hand(branches={"critical_batch": twice, "ratio": 2.0}))
+    assert advice["critical_batch_from"] == "branches"
+    assert advice["critical_batch"]["value"] == 800.0
+    assert advice["best_effective_batch"] > advised()["best_effective_batch"]
 
 
 @pytest.mark.parametrize("noise_low", [300.0, 0.0])
@@ -52,29 +52,29 @@ def test_branches_without_an_upper_end_do_not_replace_a_noise_scale(noise_low: f
     noise = {"critical_batch": {**CRITICAL, "low": noise_low}, "effective_batch": 64}
     unbounded = {**CRITICAL, "value": None, "low": 0.0, "high": None, "resolved": False}
     plain = advised(by_hand(noise=noise))
-    found = advised(by_hand(noise=noise, branches={"critical_batch": unbounded, "ratio": None}))
-    assert found["critical_batch_from"] == "noise scale"
+    advice = advised(by_hand(noise=noise, branches={"critical_batch": unbounded, "ratio": None}))
+    assert advice["critical_batch_from"] == "noise scale"
     for key in ("effective_batch", "critical_batch", "source", "range_within_5_percent", "assumes"):
-        assert found[key] == plain[key]
-    assert "branches found no upper end" in found["notes"][0]
+        assert advice[key] == plain[key]
+    assert "branches found no upper end" in advice["notes"][0]
 
 
 def test_a_lower_bound_of_branches_rules_out_a_smaller_noise_scale() -> None:
     bounded = {**CRITICAL, "value": None, "low": 900.0, "high": None, "resolved": False}
-    found = advised(by_hand(branches={"critical_batch": bounded, "ratio": None}))
-    assert (found["critical_batch_from"], found["critical_batch"]["low"]) == ("branches", 900.0)
+    advice = advised(by_hand(branches={"critical_batch": bounded, "ratio": None}))
+    assert (advice["critical_batch_from"], advice["critical_batch"]["low"]) == ("branches", 900.0)
     below = {**bounded, "low": 200.0}
-    found = advised(by_hand(branches={"critical_batch": below, "ratio": None}))
-    assert (found["critical_batch_from"], found["critical_batch"]["value"]) == ("noise scale", CRITICAL["value"])
+    advice = advised(by_hand(branches={"critical_batch": below, "ratio": None}))
+    assert (advice["critical_batch_from"], advice["critical_batch"]["value"]) == ("noise scale", CRITICAL["value"])
 
 
 def test_without_a_critical_batch_nothing_is_made_up() -> None:
-    found = advised(by_hand(noise={"skipped": "as asked"}))
-    assert found["critical_batch"] is None
-    assert found["learning_rate"] is None
-    assert found["range_within_5_percent"] is None
-    assert found["source"] == "predicted"
-    assert any("the critical batch was not measured" in text for text in found["assumes"])
+    advice = advised(by_hand(noise={"skipped": "as asked"}))
+    assert advice["critical_batch"] is None
+    assert advice["learning_rate"] is None
+    assert advice["range_within_5_percent"] is None
+    assert advice["source"] == "predicted"
+    assert any("the critical batch was not measured" in text for text in advice["assumes"])
 
 
 def test_with_nothing_known_there_is_no_recommendation() -> None:
@@ -106,9 +106,9 @@ def test_checkpointing_holds_more_samples_and_takes_longer_for_each() -> None:
         "parts": {"weights": 2**26, "gradients": 2**26, "optimizer": 2**27},
         "what_if": [{"change": "activation checkpointing", "peak_bytes": 512 * 2**20}],
     }
-    found = advised(by_hand(estimate=estimate))["changes"][2]
+    advice = advised(by_hand(estimate=estimate))["changes"][2]
     # 256 MiB are the model's own; of the 32 MiB per sample half is left: 768 / 16.
-    assert "micro-batch 48 would fit: the peak at micro-batch 16 falls to 67 %" in found["note"]
+    assert "micro-batch 48 would fit: the peak at micro-batch 16 falls to 67 %" in advice["note"]
     kept = advised(by_hand(estimate=estimate), effective_batch=16)["changes"][2]
     assert kept["effective_batch"] == 16
     assert 1 < kept["time_ratio"] < 4 / 3
@@ -144,14 +144,14 @@ def test_branches_tell_the_learning_rate_too() -> None:
 
 
 def test_the_curve_is_least_at_the_best_batch_and_has_a_band() -> None:
-    found = advised()
-    rows = found["time_to_target"]
+    advice = advised()
+    rows = advice["time_to_target"]
     least = min(rows, key=lambda row: row["ratio"])
-    assert least["effective_batch"] == found["best_effective_batch"]
+    assert least["effective_batch"] == advice["best_effective_batch"]
     assert all(row["low"] <= row["ratio"] <= row["high"] for row in rows)
 
 
 def test_every_dialect_is_there_to_paste() -> None:
-    found = advised()
-    assert set(found["configs"]) == set(FRAMEWORKS)
-    assert str(found["micro_batch"]) in found["configs"]["transformers"]
+    advice = advised()
+    assert set(advice["configs"]) == set(FRAMEWORKS)
+    assert str(advice["micro_batch"]) in advice["configs"]["transformers"]

@@ -67,10 +67,10 @@ def test_a_stage_that_fails_does_not_take_the_rest_with_it() -> None:
             raise ZeroDivisionError("two")
         return loss(model, batch)
 
-    found = tune(quick(loss=breaks_after_a_while), **SHORT, skip=("estimate",))
-    assert found.run["audit"]["skipped"] == "failed: ZeroDivisionError: two"
-    assert is_done(found.run["noise"])
-    assert is_done(found.run["recommendation"])
+    tuned = tune(quick(loss=breaks_after_a_while), **SHORT, skip=("estimate",))
+    assert tuned.run["audit"]["skipped"] == "failed: ZeroDivisionError: two"
+    assert is_done(tuned.run["noise"])
+    assert is_done(tuned.run["recommendation"])
 
 
 def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,11 +87,11 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path: Path, monke
     assert is_done(kept["throughput"])
     assert kept["noise"] == {"skipped": "interrupted"}
     assert not kept["finished"]
-    found = tune(quick(), **SHORT, file=file, resume=True)
-    assert found.run["throughput"] == kept["throughput"]
-    assert found.finished
-    assert is_done(found.run["noise"])
-    assert json.loads(file.read_text()) == found.run
+    tuned = tune(quick(), **SHORT, file=file, resume=True)
+    assert tuned.run["throughput"] == kept["throughput"]
+    assert tuned.finished
+    assert is_done(tuned.run["noise"])
+    assert json.loads(file.read_text()) == tuned.run
 
 
 def test_a_run_of_another_question_is_not_resumed(tmp_path: Path) -> None:
@@ -105,30 +105,30 @@ def test_a_run_of_another_question_is_not_resumed(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_is_told_and_the_answer_given(tmp_path: Path) -> None:
-    said: list[str] = []
-    found = tune(
-        quick(), **SHORT, skip=("estimate", "audit", "noise"), file=tmp_path / "no" / "x.json", progress=said.append
+    lines: list[str] = []
+    tuned = tune(
+        quick(), **SHORT, skip=("estimate", "audit", "noise"), file=tmp_path / "no" / "x.json", progress=lines.append
     )
-    assert any("cannot be written" in line for line in said)
-    assert found.micro_batch
+    assert any("cannot be written" in line for line in lines)
+    assert tuned.micro_batch
 
 
 def test_on_a_card_only_memory_is_answered_and_the_rest_is_said_to_be_missing() -> None:
-    found = tune(quick(), on="a100-40gb", limit=64, devices=4)
-    assert found.run["fit"]["source"] == "predicted"
-    assert "simulated" in found.run["throughput"]["skipped"]
-    assert "simulated" in found.run["noise"]["skipped"]
-    assert found.devices == 4
-    assert any("not measured" in text for text in found.assumes)
+    tuned = tune(quick(), on="a100-40gb", limit=64, devices=4)
+    assert tuned.run["fit"]["source"] == "predicted"
+    assert "simulated" in tuned.run["throughput"]["skipped"]
+    assert "simulated" in tuned.run["noise"]["skipped"]
+    assert tuned.devices == 4
+    assert any("not measured" in text for text in tuned.assumes)
 
 
 def test_a_workload_that_raises_at_once_says_so_in_every_section() -> None:
     def broken(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("shapes do not match")
 
-    found = tune(quick(loss=broken), **SHORT)
-    assert "shapes do not match" in found.run["noise"]["skipped"]
-    assert "skipped" in found.run["recommendation"]
+    tuned = tune(quick(loss=broken), **SHORT)
+    assert "shapes do not match" in tuned.run["noise"]["skipped"]
+    assert "skipped" in tuned.run["recommendation"]
 
 
 def test_a_stage_that_does_not_exist_cannot_be_skipped() -> None:
@@ -142,11 +142,11 @@ def test_stages_that_train_stay_within_what_fits() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
         return mean_square(model, batch)
 
-    found = bw.tune(quick(loss=loss), limit=32, steps=40, branch_batches=(8, 16), skip=("estimate",))
-    assert found.run["fit"]["micro_batch"] == 4
+    tuned = bw.tune(quick(loss=loss), limit=32, steps=40, branch_batches=(8, 16), skip=("estimate",))
+    assert tuned.run["fit"]["micro_batch"] == 4
     for stage in ("throughput", "audit", "noise", "branches"):
-        assert "skipped" not in found.run[stage] or isinstance(found.run[stage]["skipped"], dict), found.run[stage]
-    assert found.micro_batch <= 4
+        assert "skipped" not in tuned.run[stage] or isinstance(tuned.run[stage]["skipped"], dict), tuned.run[stage]
+    assert tuned.micro_batch <= 4
 
 
 def test_where_nothing_fits_nothing_is_recommended() -> None:
