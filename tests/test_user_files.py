@@ -17,14 +17,13 @@ import batchwright as bw
 from batchwright import user_files as users_files
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.memory.calibration import read_run
-from batchwright.report.pictures import check_ending
 from batchwright.tuning.run_file import read_run_file
 from batchwright.user_files import check_place, read_bytes, read_text, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-replace: Callable[..., None] = partial(replace_file, what="the run", option="--run-file FILE")
+replace: Callable[..., None] = partial(replace_file, what="the run", option="file=FILE")
 
 
 def a_pipe(folder: Path) -> Path:
@@ -88,8 +87,7 @@ def test_whatever_cannot_be_read_is_refused_at_once(
     "check",
     [
         lambda place: bw.record_run(None, micro_batch=1, file=place),  # type: ignore[arg-type]
-        lambda place: check_ending(str(place)),
-        partial(check_place, what="the run", option="--run-file FILE"),
+        partial(check_place, what="the run", option="file=FILE"),
         partial(replace, content=b"text"),
     ],
 )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from batchwright.memory.calibration import record_run
     from batchwright.memory.estimate import estimate
     from batchwright.memory.estimate_result import Estimate
+    from batchwright.memory.formulas import estimate_named
     from batchwright.memory.recommend import Recommendation, recommend
     from batchwright.noise.branches import measure_critical_batch
     from batchwright.noise.noise_scale import NoiseScale
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from batchwright.planning.critical_batch import CriticalBatch
     from batchwright.planning.plan import Plan, plan
     from batchwright.planning.soonest import best_batch
+    from batchwright.sampler.cost import BatchCost
     from batchwright.sampler.pack import pack
     from batchwright.sampler.token_batch_sampler import TokenBatchSampler
     from batchwright.tuning.tune import Tuned, tune
@@ -46,6 +48,7 @@ __all__ = [
     "Accumulator",
     "Advice",
     "Audit",
+    "BatchCost",
     "BatchRamp",
     "BatchwrightError",
     "CachedLoss",
@@ -65,6 +68,7 @@ __all__ = [
     "best_batch",
     "check_config",
     "estimate",
+    "estimate_named",
     "find_batch_size",
     "fit",
     "measure_critical_batch",
@@ -79,6 +83,7 @@ _HOMES = {
     "Accumulator": "accumulate.accumulator",
     "Advice": "planning.advice",
     "Audit": "auditing.audit_result",
+    "BatchCost": "sampler.cost",
     "BatchRamp": "noise.ramp",
     "BatchwrightError": "errors",
     "CachedLoss": "accumulate.cached_loss",
@@ -98,6 +103,7 @@ _HOMES = {
     "best_batch": "planning.soonest",
     "check_config": "planning.config_check",
     "estimate": "memory.estimate",
+    "estimate_named": "memory.formulas",
     "find_batch_size": "fitting.find_batch_size",
     "fit": "fitting.fit",
     "measure_critical_batch": "noise.branches",

@@ -1,4 +1,4 @@
-"""Everything batchwright raises on purpose.
+"""Every error batchwright raises deliberately.
 
 BatchwrightError
 ├── InvalidInputError     (also ValueError)   a value that cannot be used, or is out of range
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class BatchwrightError(Exception):
-    """The root of every error raised on purpose.
+    """The root of every error batchwright raises deliberately.
 
     >>> print(BatchwrightError("micro-batch 64 does not fit.", details=["needed 25.7 GiB"], remedy="halve it"))
     micro-batch 64 does not fit.
@@ -46,8 +46,14 @@ class BatchwrightError(Exception):
     def to_dict(self) -> dict[str, Any]:
         """Return the error as plain data, for another process to raise."""
         notes = list(getattr(self, "__notes__", ()))
-        told = {"problem": self.problem, "details": self.details, "remedy": self.remedy, "notes": notes}
-        return {"type": type(self).__name__, "exit_code": self.exit_code, **told}
+        return {
+            "type": type(self).__name__,
+            "exit_code": self.exit_code,
+            "problem": self.problem,
+            "details": self.details,
+            "remedy": self.remedy,
+            "notes": notes,
+        }
 
 
 class InvalidInputError(BatchwrightError, ValueError):
@@ -118,13 +124,13 @@ def error_from_dict(data: Mapping[str, Any]) -> BatchwrightError:
 def import_extra(module: str, *, extra: str, purpose: str) -> ModuleType:
     """Import a module that only an extra brings, or say which extra to install.
 
-    >>> import_extra("json", extra="plot", purpose="drawing").__name__
+    >>> import_extra("json", extra="transformers", purpose="an audit").__name__
     'json'
-    >>> import_extra("no_such_module", extra="plot", purpose="drawing the report")
+    >>> import_extra("no_such_module", extra="transformers", purpose="an audit")
     Traceback (most recent call last):
     ...
-    batchwright.errors.MissingExtraError: drawing the report needs the package 'no_such_module', which is not installed.
-      try: pip install 'batchwright[plot]'
+    batchwright.errors.MissingExtraError: an audit needs the package 'no_such_module', which is not installed.
+      try: pip install 'batchwright[transformers]'
     """
     try:
         return importlib.import_module(module)

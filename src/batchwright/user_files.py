@@ -67,11 +67,11 @@ def replace_file(file: str | Path, content: bytes, *, what: str, option: str) ->
 def check_place(file: str | Path, *, what: str, option: str) -> None:
     """Refuse a place that cannot be written to, as far as it is known before work begins.
 
-    >>> check_place("nowhere/run.json", what="the run", option="--run-file FILE")
+    >>> check_place("nowhere/run.json", what="the run", option="file=FILE")
     Traceback (most recent call last):
     ...
     batchwright.errors.InvalidInputError: the run cannot be written to 'nowhere/run.json': there is no such folder.
-      try: another place: --run-file FILE, in a folder that exists and has room
+      try: another place: file=FILE, in a folder that exists and has room
     """
     try:
         _check(Path(file))

@@ -77,16 +77,16 @@ class TestAudit:
         assert ran.out.startswith("train.py:workload: the accumulated gradient is that of the big batch")
 
     def test_a_wrong_loop_ends_with_1_and_its_cause(self, run: Run) -> None:
-        ran = run("audit", "train.py:undivided", "--micro-batch", "3", "--accumulation", "5", "--dtype", "fp64")
+        ran = run("audit", "train.py:undivided", "--micro-batch", "3", "--accumulation", "5")
         assert ran.code == 1
         assert "ratio 5, relative error 4 (count ignored)" in ran.out
         assert "remedy:" in ran.out
 
     def test_json_is_the_dictionary(self, run: Run) -> None:
-        ran = run("audit", "train.py:workload", "--splits", "1x8,4x2", "--json")
+        ran = run("audit", "train.py:workload", "--micro-batch", "1", "--accumulation", "8", "--json")
         told = json.loads(ran.out)
         assert (ran.code, told["schema"], told["exact"], told["cause"]) == (0, 1, True, None)
-        assert [split["split"] for split in told["splits"]] == ["1x8", "4x2"]
+        assert [split["split"] for split in told["splits"]] == ["1x8", "1x1"]
 
     def test_the_text_is_that_of_print(self, run: Run) -> None:
         ran = run("audit", "train.py:undivided")
@@ -101,9 +101,9 @@ class TestAudit:
         ("arguments", "said"),
         [
             (["train.py:infers"], "an audit compares gradients, and this workload only infers"),
-            (["train.py:workload", "--splits", "3x"], "a split is MICRO_BATCHxACCUMULATION"),
-            (["train.py:workload", "--dtype", "fp8"], "dtype is fp32 or fp64; received 'fp8'"),
-            (["train.py:workload", "--dropout", "on"], 'dropout is "off" or "replayed"'),
+            (["train.py:workload", "--splits", "4x2"], 'try: in Python: bw.audit(workload, splits="4x2,3+3+2")'),
+            (["train.py:workload", "--dtype", "fp64"], 'try: in Python: bw.audit(workload, dtype="fp64")'),
+            (["train.py:workload", "--shape", "n=1,2"], "--shape n takes one value here; received 1,2."),
             (["train.py:workload", "--micro-batch", "0"], "--micro-batch must be"),
             (["train.py:nope"], "nope"),
             (["nowhere.py:workload"], "nowhere.py"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -178,11 +178,9 @@ def test_what_cannot_be_traced_is_a_clean_no_with_the_line(run: Run, file: Path)
         (["--shape", "copies=²"], "--shape copies must be a whole number"),
         (["--shape", "depth=3"], "cannot be called with depth; besides the number of samples it takes copies."),
         (["--on", "moon"], "no device and no card is called 'moon'; this machine has: cpu"),
-        (["--routing", "even"], "routing must be one of balanced, worst; received 'even'."),
-        (["--clip-norm", "small"], "'small' is not a valid float"),
-        (["--seq-len", "128"], "--seq-len belongs to a model by name, and the target is a workload."),
-        (["--zero", "3", "--devices", "8"], "--zero belongs to a model by name"),
-        (["--checkpointing"], "--checkpointing belongs to a model by name"),
+        (["--routing", "worst"], 'try: in Python: bw.estimate(workload, routing="worst")'),
+        (["--clip-norm", "1"], "try: in Python: bw.estimate(workload, clip_norm=1.0)"),
+        (["--seq-len", "128"], "try: batchwright recommend NAME --memory 24GiB"),
         (["--wibble"], "No such option"),
     ],
 )
@@ -265,9 +263,12 @@ class TestTheUsersOwnErrors:
 
 class TestNamedModels:
     def test_a_formula_answers_at_once(self, run: Run) -> None:
-        ran = run("estimate", "llama-3-8b", "--seq-len", "4096", "--precision", "bf16", "--micro-batch", "1")
-        assert (ran.code, ran.err) == (0, "")
-        assert ran.out.startswith("llama-3-8b: peak 75.4 GiB at micro-batch 1, by formula")
+        ran = run("estimate", "llama-3-8b", "--micro-batch", "1")
+        assert ran.code == 0
+        assert "`batchwright recommend llama-3-8b --memory 24GiB` takes other settings" in ran.err
+        assert ran.out.startswith("llama-3-8b: peak ")
+        longer = str(bw.estimate_named("llama-3-8b", micro_batch=1, seq_len=4096))
+        assert longer.startswith("llama-3-8b: peak 75.4 GiB at micro-batch 1, by formula")
 
     def test_json_has_the_same_keys_as_a_trace(self, run: Run, file: Path) -> None:
         named = json.loads(run("estimate", "gpt2", "--json").out)
@@ -275,52 +276,46 @@ class TestNamedModels:
         assert list(named) == list(traced)
         assert (named["source"], named["on"]) == ("formula", "formula")
 
-    def test_every_option_of_its_own_changes_the_answer(self, run: Run) -> None:
-        def peak(*args: str) -> int:
-            ran = run("estimate", "llama-3-8b", *args, "--json")
-            assert ran.code == 0, ran.err
-            found = json.loads(ran.out)["peak_bytes"]["allocated"]
-            assert isinstance(found, int)
-            return found
+    def test_every_setting_of_its_own_changes_the_answer(self) -> None:
+        def peak(micro_batch: int = 8, seq_len: int = 1024, **settings: Any) -> int:
+            return bw.estimate_named("llama-3-8b", micro_batch=micro_batch, seq_len=seq_len, **settings).peak
 
-        plain = peak("--micro-batch", "8")
-        assert peak("--micro-batch", "16") > plain
-        assert peak("--micro-batch", "8", "--seq-len", "2048") > plain
-        assert peak("--micro-batch", "8", "--precision", "fp32") > plain
-        assert peak("--micro-batch", "8", "--optimizer", "sgd") < plain
-        assert peak("--micro-batch", "8", "--checkpointing") < plain
-        assert peak("--micro-batch", "8", "--zero", "3", "--devices", "8") < plain
-        assert peak("--micro-batch", "8", "--tuning", "qlora") < plain
+        plain = peak()
+        assert peak(16) > plain
+        assert peak(seq_len=2048) > plain
+        assert peak(precision="fp32") > plain
+        assert peak(optimizer="sgd") < plain
+        assert peak(checkpointing=True) < plain
+        assert peak(zero=3, devices=8) < plain
+        assert peak(tuning="qlora") < plain
+
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({"zero": 4, "devices": 8}, "ZeRO stage must be 0, 1, 2 or 3; received 4."),
+            ({"seq_len": 100_000}, "llama-3-8b takes sequences of up to 8,192 tokens; received 100,000."),
+            ({"precision": "fp8"}, "fp8"),
+        ],
+    )
+    def test_a_setting_that_there_is_not_is_refused(self, settings: dict[str, Any], said: str) -> None:
+        with pytest.raises(bw.BatchwrightError) as refused:
+            bw.estimate_named("llama-3-8b", **{"micro_batch": 1, "seq_len": 1024, **settings})
+        assert said in str(refused.value)
 
     @pytest.mark.parametrize(
         ("args", "said"),
         [
-            (["--what-if"], "--what-if belongs to a workload, and the target is a model by name."),
-            (["--max", "--memory", "16GiB"], "--max, --memory belongs to a workload"),
-            (["--shape", "seq_len=3"], "--shape belongs to a workload"),
-            (["--routing", "worst"], "--routing belongs to a workload"),
-            (["--zero", "4", "--devices", "8"], "ZeRO stage must be 0, 1, 2 or 3; received 4."),
-            (["--seq-len", "100000"], "llama-3-8b takes sequences of up to 8,192 tokens; received 100,000."),
-            (["--precision", "fp8"], "fp8"),
+            (["--what-if"], "--what-if: for a workload, and 'llama-3-8b' is a model by name."),
+            (["--max", "--memory", "16GiB"], "--max, --memory: for a workload"),
+            (["--shape", "seq_len=3"], "--shape: for a workload"),
+            (["--devices", "8"], "--devices: for a workload"),
+            (["--zero", "3"], "bw.estimate_named(NAME, ...)"),
         ],
     )
     def test_what_it_cannot_be_asked_is_refused(self, run: Run, args: list[str], said: str) -> None:
         ran = run("estimate", "llama-3-8b", *args)
         assert (ran.code, ran.out) == (2, "")
         assert said in ran.err
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["llama-3-8b", "--zero", "3"], "--zero shards over devices"),
-        (["llama-3-8b", "--devices", "8"], "--devices changes nothing without --zero"),
-    ],
-)
-def test_sharding_and_devices_go_together(run: Run, args: list[str], said: str) -> None:
-    ran = run("estimate", *args)
-    assert (ran.code, ran.out) == (2, "")
-    assert said in ran.err
 
 
 def test_a_budget_needs_a_unit(run: Run) -> None:

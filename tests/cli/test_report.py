@@ -43,10 +43,9 @@ def test_without_a_name_it_stands_beside_the_run(run_file: Path) -> None:
 
 
 def test_json_names_what_was_written(run_file: Path, tmp_path: Path) -> None:
-    page, picture = tmp_path / "a.html", tmp_path / "a.png"
-    ran = report(run_file, "-o", page, "--png", picture, "--json")
-    assert json.loads(ran.stdout) == {"schema": 1, "written": [str(page), str(picture)]}
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    page = tmp_path / "a.html"
+    ran = report(run_file, "-o", page, "--json")
+    assert json.loads(ran.stdout) == {"schema": 1, "written": [str(page)]}
 
 
 @pytest.mark.parametrize(
@@ -75,10 +74,9 @@ def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_wrong_usage(run_file: Path, tmp_path: Path) -> None:
-    for args in (("-o", tmp_path / "no" / "report.html"), ("--png", tmp_path / "no" / "report.png")):
-        with pytest.raises(BatchwrightError, match="no such folder") as error:
-            report(run_file, *args)
-        assert error.value.exit_code == 2
+    with pytest.raises(BatchwrightError, match="no such folder") as error:
+        report(run_file, "-o", tmp_path / "no" / "report.html")
+    assert error.value.exit_code == 2
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
@@ -115,12 +113,6 @@ def test_the_run_itself_is_never_written_over(run_file: Path, tmp_path: Path) ->
     assert run_file.read_bytes() == before
 
 
-def test_nothing_is_written_where_the_picture_cannot_be(run_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"ends in \.png"):
-        report(run_file, "-o", tmp_path / "report.html", "--png", tmp_path / "report.gif")
-    assert not (tmp_path / "report.html").exists()
-
-
 def test_a_run_from_a_pipe_needs_a_name_for_its_page(run_file: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "batchwright", "report", "/dev/stdin"],
@@ -136,23 +128,3 @@ def test_places_that_no_file_can_have_are_explained(run_file: Path, tmp_path: Pa
     for place in (tmp_path, tmp_path / ("x" * 300)):
         with pytest.raises(BatchwrightError, match="cannot be written"):
             report(run_file, "-o", place)
-
-
-def test_a_picture_that_cannot_be_written_leaves_the_one_before(
-    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    picture = tmp_path / "report.png"
-    picture.write_bytes(b"before")
-    write = Path.write_bytes
-
-    def runs_full(file: Path, content: bytes) -> int:
-        if content.startswith(b"\x89PNG"):
-            write(file, content[:100])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(file, content)
-
-    monkeypatch.setattr(Path, "write_bytes", runs_full)
-    with pytest.raises(BatchwrightError, match="no space left on device"):
-        report(run_file, "--png", picture)
-    assert picture.read_bytes() == b"before"
-    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".html", ".json", ".png"]

@@ -181,7 +181,7 @@ class TestMax:
         assert needed.startswith(
             "  needed 8.14 MiB: optimizer 3.07 MiB, temporaries 2 MiB, weights 1.54 MiB, gradients"
         )
-        assert "--what-if" in remedy
+        assert "what_if=True" in remedy
 
 
 class Block(nn.Module):

@@ -78,7 +78,7 @@ def test_a_broken_extra_shows_its_own_error(tmp_path: object, monkeypatch: pytes
     Path(str(tmp_path), "halfway.py").write_text("import no_such_dependency")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency") as error:
-        import_extra("halfway", extra="plot", purpose="drawing")
+        import_extra("halfway", extra="transformers", purpose="drawing")
     assert not isinstance(error.value, MissingExtraError)
 
 

@@ -14,12 +14,15 @@ import signal
 import sys
 import threading
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from batchwright.cli.options import open_streams
+from batchwright.cli.streams import open_streams
 from batchwright.ranks.place import is_first_rank
+
+if TYPE_CHECKING:
+    from batchwright.errors import BatchwrightError
 
 # Name and one-line help of each command, in the order a person asks. Kept here, so that `--help` need not
 # import the commands; a test compares each line with the command's own.
@@ -186,7 +189,7 @@ def _run(args: list[str] | None) -> int:
         is_printed_elsewhere = getattr(interrupt, "is_printed_elsewhere", None)
         if not is_printed_elsewhere:
             click.echo("Interrupted.", err=True)
-            _show_notes(interrupt)
+            _show_notes(interrupt, own[0] if own else "")
         if is_printed_elsewhere is not None:
             _leave_at_once(code)
         return code
@@ -208,9 +211,7 @@ def _run(args: list[str] | None) -> int:
         if isinstance(error, BatchwrightError):
             # Ranks share their errors: one message is enough, that of the rank that failed.
             if not error.is_printed_elsewhere and (error.is_printed_elsewhere is False or is_first_rank()):
-                # A step that failed in a child process tells of itself by its traceback.
-                click.echo(str(error) if error.exit_code == 3 else f"Error: {error}", err=True)
-                _show_notes(error)
+                _show_error(error, own[0] if own else "")
             if error.is_printed_elsewhere is not None:
                 _leave_at_once(error.exit_code)
             return error.exit_code
@@ -278,10 +279,25 @@ def _show_own_error(error: BaseException) -> int:
     return 1
 
 
-def _show_notes(error: BaseException) -> None:
+def _show_error(error: BatchwrightError, command: str) -> None:
+    """Print an error that was raised deliberately, with the command's flags for the library's arguments."""
+    # If the user's step failed in a child process, the message is their traceback.
+    text = str(error) if error.exit_code == 3 else f"Error: {_translate(str(error), command)}"
+    click.echo(text, err=True)
+    _show_notes(error, command)
+
+
+def _show_notes(error: BaseException, command: str) -> None:
     """Print what was added to an error on its way; a traceback has it at its end by itself."""
     for note in getattr(error, "__notes__", ()):
-        click.echo(note, err=True)
+        click.echo(_translate(note, command), err=True)
+
+
+def _translate(text: str, name: str) -> str:
+    from batchwright.cli.options import to_flags
+
+    command = group.get_command(click.Context(group), name)
+    return text if command is None else to_flags(text, command)
 
 
 def _is_from_users_code(error: BaseException) -> bool:

@@ -6,135 +6,99 @@ from typing import Any
 
 import click
 
-from batchwright.cli.options import Count, json_option, print_found, target_argument
+from batchwright.cli.options import ONE_OF, OR_CARD, Command, parse_shape, shared, target_argument
+from batchwright.cli.streams import print_result, report_progress
 from batchwright.errors import InvalidInputError
-from batchwright.units import parse_whole_number, shortened
+
+_NAMED = "batchwright recommend NAME --memory 24GiB, or in Python bw.estimate_named(NAME, ...)"
+_MOVED = {
+    "--clip-norm": "in Python: bw.estimate(workload, clip_norm=1.0)",
+    "--routing": 'in Python: bw.estimate(workload, routing="worst")',
+    "--allocator": 'in Python: bw.estimate(workload, on="a100-40gb", allocator="expandable_segments:True")',
+    "--snapshot": 'in Python: bw.estimate(workload, on="a100-40gb", snapshot="run.pickle")',
+    "--calibrate": 'in Python: bw.estimate(workload, on="a100-40gb", calibrate="run.json")',
+    **dict.fromkeys(("--seq-len", "--precision", "--optimizer", "--checkpointing", "--zero", "--tuning"), _NAMED),
+}
 
 
-@click.command("estimate")
+@click.command("estimate", cls=Command, moved=_MOVED)
 @target_argument
-@click.option("--micro-batch", type=Count(), default=1, show_default=True, help="Samples in one forward and backward.")
-@click.option("--on", help="Where the step would run: cpu, a card, or all cards.  [default: the card here, else cpu]")
-@click.option("--shape", "shapes", metavar="NAME=VALUE", multiple=True, help="An argument of the workload's batch.")
-@click.option("--accumulation", type=Count(), default=1, show_default=True, help="Micro-batches per optimizer step.")
-@click.option("--clip-norm", type=float, help="Clip the gradient norm, as the step would.")
-@click.option("--routing", default="balanced", show_default=True, help="How experts share tokens: balanced or worst.")
+@shared("--micro-batch", default=1)
+@shared("--on", help=f"{OR_CARD} all: every card.  [default: the card here, else cpu]")
+@shared("--memory", help="For --max; on a card, what it has.")
+@shared("--devices", default=1, help=ONE_OF)
+@shared("--shape")
+@shared("--accumulation", default=1)
 @click.option("--max", "find_max", is_flag=True, help="Find the largest micro-batch within --memory, or on the card.")
-@click.option("--memory", metavar="AMOUNT", help="A budget such as 16GiB, for --max; on a card, what it has.")
-@click.option("--allocator", metavar="SETTINGS", help="On a card: as in PYTORCH_ALLOC_CONF.")
-@click.option("--snapshot", metavar="FILE", help="On a card: write PyTorch's memory snapshot of the predicted run.")
-@click.option("--calibrate", metavar="RUN.json", help="On a card: set fixed parts right by a run of bw.record_run.")
 @click.option("--what-if", is_flag=True, help="Also print what each change of the set-up would save.")
-@click.option("--seq-len", type=Count(), help="Named models: tokens per sample.  [default: 1024]")
-@click.option("--precision", help="Named models: fp32, bf16 or mixed.  [default: bf16]")
-@click.option("--optimizer", help="Named models: adamw, sgd, ...  [default: adamw]")
-@click.option("--checkpointing", is_flag=True, help="Named models: with activation checkpointing.")
-@click.option("--zero", type=Count(least=0), help="Named models: ZeRO stage 1, 2 or 3 over --devices.")
-@click.option("--devices", type=Count(), help="Data-parallel ranks: for --zero, or on a card, for the workload's wrap.")
-@click.option("--tuning", help="Named models: full, lora or qlora.  [default: full]")
-@json_option
+@shared("--json")
 @click.pass_context
 def command(ctx: click.Context, /, target: str, as_json: bool, **options: Any) -> int:
     """Predict the peak memory of a training step before it runs.
 
-    TARGET is a workload (path.py:function or module:function), or a model by name, for which formulas answer at once.
+    TARGET is a workload: path.py:function or module:function. For a model by name, use `recommend`.
 
     \b
     batchwright estimate train.py:workload --micro-batch 8
     batchwright estimate train.py:workload --max --memory 16GiB --what-if
     batchwright estimate train.py:workload --micro-batch 8 --on a100-40gb
     batchwright estimate train.py:workload --on all
-    batchwright estimate llama-3-8b --seq-len 4096 --precision bf16 --zero 3 --devices 8
-    """
 
-    given = {name for name in options if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
+    In Python, bw.estimate also takes clip_norm, routing, allocator, snapshot and calibrate.
+    """
+    given = [
+        param
+        for param in ctx.command.params
+        if ctx.get_parameter_source(param.name or "") is click.core.ParameterSource.COMMANDLINE
+    ]
+    typed = {max(param.opts, key=len) for param in given}
     is_workload = ":" in target or target.endswith(".py")
-    answer = _traced(target, options, given) if is_workload else _by_formula(target, options, given)
-    print_found(answer, as_json=as_json)
+    answer = _trace(target, options, typed) if is_workload else _use_formula(target, options["micro_batch"], typed)
+    print_result(answer, as_json=as_json)
     return int(answer.fits is False)
 
 
-_FOR_NAMED = {"seq_len", "precision", "optimizer", "checkpointing", "zero", "tuning"}
-_FOR_WORKLOADS = {
-    "shapes",
-    "accumulation",
-    "clip_norm",
-    "routing",
-    "find_max",
-    "memory",
-    "what_if",
-    "on",
-    "allocator",
-    "snapshot",
-    "calibrate",
-}
-
-
-def _traced(target: str, options: dict[str, Any], given: set[str]) -> Any:
-    _refuse(given & _FOR_NAMED, "a workload", "a model by name")
-    is_asking = options["find_max"] or options["memory"] is not None
-    is_host = options["on"] == "cpu" or (options["on"] is None and is_asking and _runs_on_the_cpu())
+def _trace(target: str, options: dict[str, Any], typed: set[str]) -> Any:
+    wants_size = options["find_max"] or options["memory"] is not None
+    is_host = options["on"] == "cpu" or (options["on"] is None and wants_size and _runs_on_cpu())
     if is_host and options["find_max"] != (options["memory"] is not None):
         raise InvalidInputError("--max and --memory go together.", remedy="--max --memory 16GiB")
-    if options["find_max"] and "micro_batch" in given:
+    if options["find_max"] and "--micro-batch" in typed:
         raise InvalidInputError("--max finds the micro-batch, so --micro-batch is left out.")
-    on_all = options["on"] == "all"
-    if on_all and given & {"find_max", "memory", "what_if", "snapshot", "calibrate"}:
-        raise InvalidInputError(
-            "--on all asks every card by itself: --max, --memory, --what-if, --snapshot and --calibrate have no say."
-        )
+    refused = typed & {"--max", "--memory", "--what-if"}
+    if options["on"] == "all" and refused:
+        raise InvalidInputError(f"--on all cannot be combined with {', '.join(sorted(refused))}.")
     from batchwright.memory.estimate import estimate, estimate_every_card
-    from batchwright.report.display import Progress
     from batchwright.targets import load_workload
 
-    step = ("micro_batch", "accumulation", "clip_norm", "routing", "allocator")
-    told: dict[str, Any] = {name: options[name] for name in step} | {"shape": parse_shape(options["shapes"])}
-    with Progress() as progress:
-        progress.say(f"loading {target}")
+    shape = parse_shape(options.pop("shapes"))
+    with report_progress(target) as say:
         workload = load_workload(target)
-        if on_all:
-            return estimate_every_card(workload, progress=progress.say, devices=options["devices"] or 1, **told)
-        more = {name: options[name] for name in ("on", "memory", "find_max", "what_if", "snapshot", "calibrate")}
-        return estimate(workload, progress=progress.say, devices=options["devices"] or 1, **told, **more)
+        if options["on"] == "all":
+            step = {name: options[name] for name in ("micro_batch", "accumulation", "devices")}
+            return estimate_every_card(workload, shape=shape, progress=say, **step)
+        return estimate(workload, shape=shape, progress=say, **options)
 
 
-def _runs_on_the_cpu() -> bool:
+def _runs_on_cpu() -> bool:
     from batchwright.memory.on_card import default_place
 
     return default_place()[0] == "cpu"
 
 
-def _by_formula(target: str, options: dict[str, Any], given: set[str]) -> Any:
-    _refuse(given & _FOR_WORKLOADS, "a model by name", "a workload")
+def _use_formula(name: str, micro_batch: int, typed: set[str]) -> Any:
+    refused = sorted(typed - {"target", "--micro-batch", "--json"})
+    if refused:
+        raise InvalidInputError(
+            f"{', '.join(refused)}: for a workload, and {name!r} is a model by name.",
+            remedy=f"batchwright recommend {name} --memory 24GiB",
+        )
     from batchwright.memory.formulas import estimate_named
 
-    if (options["zero"] or 0) > 0 and (options["devices"] or 1) < 2:
-        raise InvalidInputError(
-            "--zero shards over devices: it needs --devices of at least 2.", remedy="--zero 3 --devices 8"
-        )
-    if options["devices"] is not None and options["zero"] is None:
-        raise InvalidInputError("--devices changes nothing without --zero.", remedy="--zero 3 --devices 8")
-    chosen = {name: options[name] for name in (*_FOR_NAMED, "devices") if options[name] is not None}
-    return estimate_named(target, micro_batch=options["micro_batch"], **{"seq_len": 1024, **chosen})
-
-
-def _refuse(names: set[str], kind: str, other: str) -> None:
-    if names:
-        flags = {"shapes": "--shape", "find_max": "--max"}
-        said = ", ".join(sorted(flags.get(name, f"--{name.replace('_', '-')}") for name in names))
-        raise InvalidInputError(f"{said} belongs to {other}, and the target is {kind}.")
-
-
-def parse_shape(pairs: tuple[str, ...]) -> dict[str, int]:
-    """Read `seq_len=512` and its like.
-
-    >>> parse_shape(("seq_len=512", "crops=4"))
-    {'seq_len': 512, 'crops': 4}
-    """
-    shape = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name.isidentifier():
-            raise InvalidInputError(f"--shape is written name=value, such as seq_len=512; received {shortened(pair)}.")
-        shape[name] = parse_whole_number(value, f"--shape {name}")
-    return shape
+    answer = estimate_named(name, micro_batch=micro_batch, seq_len=1024)
+    click.echo(
+        f"{name} is a model by name, at 1,024 tokens in bf16 with AdamW: "
+        f"`batchwright recommend {name} --memory 24GiB` takes other settings.",
+        err=True,
+    )
+    return answer

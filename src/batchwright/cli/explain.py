@@ -6,7 +6,8 @@ import sys
 
 import click
 
-from batchwright.cli.options import can_show, json_option, print_json
+from batchwright.cli.options import shared
+from batchwright.cli.streams import can_show, print_json
 from batchwright.concepts.pages import LANGUAGES, TOPICS, read_page
 from batchwright.errors import InvalidInputError
 
@@ -20,7 +21,7 @@ from batchwright.errors import InvalidInputError
     metavar=f"[{'|'.join(LANGUAGES)}]",
     help="Language of the page.",
 )
-@json_option
+@shared("--json")
 def command(topic: str | None, lang: str, as_json: bool) -> int:
     """Explain the concepts, in English or Chinese.
 

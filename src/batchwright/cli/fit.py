@@ -1,7 +1,8 @@
-"""`batchwright fit`.
+"""`batchwright fit`, and the job behind `--then`.
 
 Promises:
-- what can be known to be wrong before torch is imported, which takes seconds, is said before.
+- what can be known to be wrong before torch is imported, which takes seconds, is refused before;
+- a job is checked before anything runs, and filled in and run at each answer.
 """
 
 from __future__ import annotations
@@ -14,20 +15,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.catalogue.cards import names_a_card
-from batchwright.cli.options import DEFAULT_DEVICE, Amount, Count, json_option, print_found, target_argument
+from batchwright.cli.options import ONE_OF, OR_CARD, Command, Count, parse_shapes, shared, target_argument
+from batchwright.cli.streams import print_result, report_progress
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.fitting.request import FitRequest
 from batchwright.ranks.place import is_first_rank
 from batchwright.targets import find_target
-from batchwright.units import parse_whole_number, shortened
+from batchwright.units import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from batchwright.fitting.fit_result import Fit
 
-
-# The job behind `fit --then`: checked before anything runs, filled in and run at each answer.
 
 _BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
@@ -80,33 +80,31 @@ def fill_in(template: str, values: Mapping[str, object]) -> str:
     return _BRACES.sub(lambda match: match[0][0] if match[1] is None else shlex.quote(str(values[match[1]])), template)
 
 
-@click.command("fit")
+_MOVED = {
+    "--margin": "in Python: bw.fit(target, margin=0.05)",
+    "--clip-norm": "in Python: bw.fit(target, clip_norm=1.0)",
+    "--accumulation": "--accumulate-to EFFECTIVE; in Python: bw.fit(target, accumulation=2)",
+    "--allocator": 'in Python: bw.fit(target, on="a100-40gb", allocator="expandable_segments:True")',
+}
+
+
+@click.command("fit", cls=Command, moved=_MOVED)
 @target_argument
-@click.option("--on", help=f"Where probes run: cpu, cuda, cuda:1, mps, xpu; or a card.  {DEFAULT_DEVICE}")
-@click.option("--memory", type=Amount(), metavar="AMOUNT", help="A budget such as 16GiB.  [default: what is free]")
-@click.option("--limit", type=Count(), help="The largest micro-batch of interest.")
-@click.option(
-    "--shape",
-    "shapes",
-    metavar="NAME=VALUE,...",
-    multiple=True,
-    help="An argument of the workload's batch; several values give a table.",
-)
+@shared("--on", help=f"{OR_CARD}  [default: the accelerator, else cpu]")
+@shared("--memory", help=" [default: what is free]")
+@shared("--devices", help=ONE_OF)
+@shared("--shape", help="Several values, as in max_crops=2,4, give a table.")
+@shared("--limit")
 @click.option("--shape-from", type=Count(least=0), help="Leave out values of --shape below this one.")
 @click.option("--start-at", "start", type=Count(), help="Start from this size and grow by half.")
 @click.option("--scale", metavar="TABLE", help="Start from a share of --limit: max_crops:2=1.0,4=0.8,else=0.5.")
 @click.option("--powers-of-two", is_flag=True, help="Try powers of two only.")
 @click.option("--max-trials", type=Count(), help="Probes per shape.  [default: 40; 5 with --start-at or --scale]")
-@click.option("--margin", default="0%", show_default=True, help="Memory to keep free: 5% or 0.05.")
 @click.option("--evaluate", is_flag=True, help="Also find the size for evaluation.")
 @click.option("--accumulate-to", type=Count(), metavar="EFFECTIVE", help="Also plan this effective batch.")
-@click.option("--devices", type=Count(), help="Data-parallel ranks: for --accumulate-to, and on a card to be one of.")
-@click.option("--allocator", metavar="SETTINGS", help="On a card: as in PYTORCH_ALLOC_CONF.")
-@click.option("--accumulation", type=Count(), help="Micro-batches per optimizer step.  [default: 1]")
-@click.option("--clip-norm", type=float, help="Clip the gradient norm, as the step would.")
 @click.option("--then", metavar="CMD", help="Run a job at the answer, for each shape: {micro_batch} is filled in.")
 @click.option("--no-cache", is_flag=True, help="Neither start from a remembered answer nor remember this one.")
-@json_option
+@shared("--json")
 def command(target: str, as_json: bool, **options: Any) -> int:
     """Find the largest micro-batch that fits, by running it.
 
@@ -114,77 +112,56 @@ def command(target: str, as_json: bool, **options: Any) -> int:
 
     \b
     batchwright fit train.py:workload --memory 16GiB --limit 64
-    batchwright fit train.py:workload --on cuda --margin 5% --accumulate-to 256
+    batchwright fit train.py:workload --on cuda --accumulate-to 256
     batchwright fit eval.py:workload --shape max_crops=2,4,6 --then "python eval.py -b {micro_batch} -c {max_crops}"
+
+    In Python, bw.fit also takes margin, accumulation, clip_norm, allocator and isolate.
     """
     shapes = start_from(parse_shapes(options["shapes"]), options["shape_from"])
-    margin = parse_margin(options["margin"])
     if options["then"] is not None:
         check_job(options["then"], ["micro_batch", *shapes])
     is_card = options["on"] is not None and names_a_card(options["on"])
     if options["devices"] is not None and options["accumulate_to"] is None and not is_card:
         raise InvalidInputError("--devices changes nothing without --accumulate-to.", remedy="--accumulate-to 256")
-    if options["allocator"] is not None and not is_card:
-        raise InvalidInputError("--allocator is for a simulated card.", remedy="--on a100-40gb")
     check_question(shapes, options)
     find_target(target)
-    # Under torchrun every rank comes to the same answer; one of them tells it.
-    speaks = is_first_rank()
-    found = _find(target, shapes, margin, options, speaks=speaks)
-    if not speaks:
+    # Under torchrun every rank comes to the same answer; one of them prints it.
+    prints = is_first_rank()
+    answer = _run_fit(target, shapes, options, prints=prints)
+    if not prints:
         return 0
-    print_found(found, as_json=as_json)
-    rows = found.shapes or (found,)
+    print_result(answer, as_json=as_json)
+    rows = answer.shapes or (answer,)
     if options["then"] is not None:
         run_jobs(options["then"], rows, as_json=as_json)
     return int(any(row.micro_batch is None for row in rows))
 
 
-def _find(target: str, shapes: dict[str, list[int]], margin: float, options: dict[str, Any], *, speaks: bool) -> Fit:
+def _run_fit(target: str, shapes: dict[str, list[int]], options: dict[str, Any], *, prints: bool) -> Fit:
     from batchwright.fitting.fit import fit
     from batchwright.fitting.fit_result import name_shape
-    from batchwright.report.display import Progress
 
-    # With several micro-batches per optimizer step the gradients of one live through the forward of the next.
-    accumulates = options["accumulate_to"] is not None and options["accumulation"] is None
-    with Progress() as progress:
-        say = progress.say if speaks else lambda _: None
-        say(f"loading {target}")
-        found = fit(
+    is_card = options["on"] is not None and names_a_card(options["on"])
+    accumulates = options["accumulate_to"] is not None
+    names = ("on", "memory", "limit", "start", "scale", "powers_of_two", "max_trials", "evaluate")
+    with report_progress(target, prints=prints) as say:
+        answer = fit(
             target,
-            on=options["on"],
-            memory=options["memory"],
-            limit=options["limit"],
             shapes=shapes,
-            start=options["start"],
-            scale=options["scale"],
-            powers_of_two=options["powers_of_two"],
-            max_trials=options["max_trials"],
-            margin=margin,
-            evaluate=options["evaluate"],
-            accumulation=2 if accumulates else options["accumulation"] or 1,
-            clip_norm=options["clip_norm"],
-            **_card_options(options),
+            # With several micro-batches per optimizer step the gradients of one live through the forward of the next.
+            accumulation=2 if accumulates else 1,
+            devices=(options["devices"] or 1) if is_card else 1,
             cache=not options["no_cache"],
             progress=say,
+            **{name: options[name] for name in names},
         )
-        for row in found.shapes or (found,):
+        for row in answer.shapes or (answer,):
             size = "no micro-batch fits" if row.micro_batch is None else f"using micro-batch {row.micro_batch:,}"
             say(f"{size} for {name_shape(row.shape)}" if row.shape else size)
-    if options["accumulate_to"] is None:
-        return found
-    note = "probes accumulated 2 micro-batches per optimizer step, so that gradients are there during forward"
-    return _planned(found, options["accumulate_to"], options["devices"], note if accumulates else "")
+    return _add_plan(answer, options["accumulate_to"], options["devices"]) if accumulates else answer
 
 
-def _card_options(options: dict[str, Any]) -> dict[str, Any]:
-    """What is asked of a simulated card only."""
-    if options["on"] is None or not names_a_card(options["on"]):
-        return {}
-    return {"allocator": options["allocator"], "devices": options["devices"] or 1}
-
-
-def _planned(found: Fit, effective_batch: int, devices: int | None, note: str) -> Fit:
+def _add_plan(answer: Fit, effective_batch: int, devices: int | None) -> Fit:
     from dataclasses import replace
 
     from batchwright.planning.plan import plan
@@ -194,31 +171,8 @@ def _planned(found: Fit, effective_batch: int, devices: int | None, note: str) -
             return row
         return replace(row, plan=plan(effective_batch, micro_batch=row.micro_batch, devices=devices or row.ranks))
 
-    planned = replace(with_plan(found), shapes=tuple(map(with_plan, found.shapes)))
-    return replace(planned, notes=(*planned.notes, note)) if note else planned
-
-
-def parse_shapes(pairs: Iterable[str]) -> dict[str, list[int]]:
-    """Read `max_crops=2,4,6` and its like.
-
-    >>> parse_shapes(["max_crops=2,4,6", "seq_len=512"])
-    {'max_crops': [2, 4, 6], 'seq_len': [512]}
-    """
-    shapes: dict[str, list[int]] = {}
-    for pair in pairs:
-        name, equals, values = pair.partition("=")
-        if not equals or not name.isidentifier():
-            raise InvalidInputError(
-                "--shape is written name=value or name=value,value, such as seq_len=512,1024; "
-                f"received {shortened(pair)}."
-            )
-        if name in shapes:
-            raise InvalidInputError(f"--shape {name} was given twice.", remedy=f"--shape {name}=2,4,6")
-        numbers = [parse_whole_number(value, f"--shape {name}") for value in values.split(",")]
-        if len(set(numbers)) < len(numbers):
-            raise InvalidInputError(f"--shape {name} names a value twice; received {shortened(numbers)}.")
-        shapes[name] = numbers
-    return shapes
+    note = "probes accumulated 2 micro-batches per optimizer step, so that gradients are there during forward"
+    return replace(with_plan(answer), shapes=tuple(map(with_plan, answer.shapes)), notes=(*answer.notes, note))
 
 
 def start_from(shapes: dict[str, list[int]], first: int | None) -> dict[str, list[int]]:
@@ -245,21 +199,5 @@ def start_from(shapes: dict[str, list[int]], first: int | None) -> dict[str, lis
 def check_question(shapes: dict[str, list[int]], options: Mapping[str, Any]) -> None:
     """Refuse options that contradict each other, as the library would once it is loaded."""
     named = ("limit", "start", "scale", "powers_of_two", "max_trials")
-    FitRequest.read(**{name: options[name] for name in named}, shapes=shapes)
-
-
-def parse_margin(text: str) -> float:
-    """Read a share as people write it.
-
-    >>> parse_margin("5%"), parse_margin("0.05")
-    (0.05, 0.05)
-    """
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise InvalidInputError(
-            f"--margin must be at least 0% and below 100%, such as 5% or 0.05; received {shortened(text)}."
-        )
-    return share
+    # How a search starts depends on the names of a shape; any of the values will do.
+    FitRequest.read(**{name: options[name] for name in named}, shapes={n: values[:1] for n, values in shapes.items()})

@@ -1,80 +1,28 @@
-"""What the commands share: numbers and amounts as people type them, and answers as JSON."""
+"""What the commands take: targets, the options that several of them share, and the way from Python's words to flags.
+
+Promises:
+- an option that several commands take has one type, one help text and one spelling: `shared`;
+- an option that moved into the library is answered with where it is now;
+- an error of the library, which names arguments as Python does (`limit=64`), is printed with the command's flags.
+"""
 
 from __future__ import annotations
 
-import codecs
-import json
-import os
+import ast
 import re
 import shlex
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from batchwright.errors import InvalidInputError
+from batchwright.planning.dialects import FRAMEWORKS
 from batchwright.targets import Target
-from batchwright.units import parse_bytes, parse_whole_number
+from batchwright.units import parse_bytes, parse_whole_number, shortened
 
-# stdin, stdout and stderr as the command finds them, made fit to use.
-#
-# Promises:
-# - a closed stdout is refused at once: the answer would have nowhere to go; a closed stdin or stderr is the null
-#   device;
-# - no file that is opened later takes the number of a closed stream, where native code would write into it;
-# - a stream that cannot show a character (ASCII, Latin-1) shows the nearest it can, and never ends in a traceback.
-
-# What we draw beyond ASCII, and what to draw instead.
-_PLAIN = {"─": "-", "━": "-", "│": "|", "█": "#", "\N{MULTIPLICATION SIGN}": "x", "…": "...", "≥": ">=", "≤": "<="}
-_HANDLER = "batchwright-plain"
-
-
-def open_streams() -> None:
-    """Make the three streams usable, or say why the answer cannot be written."""
-    closed = [number for number in (0, 1, 2) if not _is_open(number)]
-    for number in closed:
-        null = os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)
-        if null != number:
-            os.dup2(null, number)
-            os.close(null)
-    if sys.stderr is None:
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - it lives as long as the process
-    codecs.register_error(_HANDLER, _nearest)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors=_HANDLER)
-    if sys.stdout is None or 1 in closed:
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-        raise InvalidInputError(
-            "stdout is closed, so the answer cannot be written.", remedy="> /dev/null if only the exit code is wanted"
-        )
-
-
-def can_show(text: str) -> bool:
-    """Whether stdout has every character of a text.
-
-    >>> can_show("batch")
-    True
-    """
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
-
-
-def _nearest(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    text = error.object[error.start : error.end]
-    return "".join(_PLAIN.get(character, "?") for character in text), error.end
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
 
 
 class Count(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
@@ -100,24 +48,6 @@ class Amount(click.ParamType):  # type: ignore[type-arg]  # generic only since c
         return parse_bytes(value, name_of(param))
 
 
-class NumbersCommand(click.Command):
-    """A command whose arguments are counts: a negative one is a wrong count, not an unknown option."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, and explain a negative number where click would call it an option."""
-        typed = list(args)
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            number = next((text for text in typed if re.fullmatch(r"-\d\S*", text)), None)
-            if number is None or error.option_name[:2] != number[:2]:
-                raise
-            arguments = [name_of(p) for p in self.params if isinstance(p, click.Argument)]
-            raise InvalidInputError(
-                f"{arguments[0]} must be a whole number from 1 to 10^15, such as 32 or 10_000; received {number!r}."
-            ) from None
-
-
 def name_of(param: click.Parameter | None) -> str:
     """Name a parameter as the person typed it: `--micro-batch`, `EFFECTIVE`."""
     if param is None:
@@ -125,7 +55,36 @@ def name_of(param: click.Parameter | None) -> str:
     return (param.name or "").upper() if isinstance(param, click.Argument) else max(param.opts, key=len)
 
 
-def _with_its_arguments(ctx: click.Context, _: click.Parameter, name: str) -> str:
+class Command(click.Command):
+    """A command that explains what click would only call an unknown option.
+
+    `moved` holds options that this command no longer has, each with what to write instead.
+    """
+
+    def __init__(self, *args: Any, moved: Mapping[str, str] | None = None, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.moved = dict(moved or {})
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; a negative number is a wrong count, and an option that moved says where it is now."""
+        typed = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            number = next((text for text in typed if re.fullmatch(r"-\d\S*", text)), None)
+            arguments = [param for param in self.params if isinstance(param, click.Argument)]
+            if number is not None and error.option_name[:2] == number[:2] and isinstance(arguments[0].type, Count):
+                raise InvalidInputError(
+                    f"{name_of(arguments[0])} must be a whole number from 1 to 10^15, such as 32 or 10_000; "
+                    f"received {number!r}."
+                ) from None
+            if error.option_name in self.moved:
+                error.message, error.possibilities = f"No such option: {error.option_name}", None
+                error.message += f"\n  try: {self.moved[error.option_name]}"
+            raise
+
+
+def _join_arguments(ctx: click.Context, _: click.Parameter, name: str) -> str:
     """Join a target with the arguments behind `--`, and give its code a `sys.argv` of its own."""
     arguments: list[str] = ctx.obj or []
     if ":" not in name:
@@ -142,25 +101,109 @@ def _with_its_arguments(ctx: click.Context, _: click.Parameter, name: str) -> st
     return text
 
 
-target_argument = click.argument("target", metavar="TARGET [-- ARGUMENTS]", callback=_with_its_arguments)
+target_argument = click.argument("target", metavar="TARGET [-- ARGUMENTS]", callback=_join_arguments)
 
-# Said in the help of each command that runs something; the answer says which device it was.
-DEFAULT_DEVICE = "[default: the accelerator, else cpu]"
+_SHARED: dict[str, dict[str, Any]] = {
+    "--on": {"metavar": "DEVICE", "help": "Where to run: cpu, cuda, cuda:1, mps, xpu."},
+    "--memory": {"type": Amount(), "metavar": "AMOUNT", "help": "A memory budget, such as 16GiB."},
+    "--micro-batch": {"type": Count(), "help": "Samples in one forward and backward on one device."},
+    "--accumulation": {"type": Count(), "help": "Micro-batches per optimizer step."},
+    "--devices": {"type": Count(), "help": "Data-parallel ranks."},
+    "--effective-batch": {"type": Count(), "help": "Samples per optimizer step, over all devices."},
+    "--steps": {"type": Count(), "default": 200, "help": "Optimizer steps to train."},
+    "--limit": {"type": Count(), "help": "The largest micro-batch of interest."},
+    "--for": {"metavar": "FRAMEWORK", "help": f"Print what to paste into: {', '.join(FRAMEWORKS)}."},
+    "--shape": {
+        "metavar": "NAME=VALUE",
+        "multiple": True,
+        "help": "An argument of the workload's batch, such as seq_len=512.",
+    },
+    "--json": {"is_flag": True, "help": "Print the answer as JSON."},
+}
+ONE_OF = "On a simulated card: simulate one of N."
+OR_CARD = "Or a simulated card, such as a100-40gb."
+# Where the name of the argument is another than the option's.
+_NAMES = {"--shape": "shapes", "--json": "as_json", "--for": "framework"}
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+
+def shared(option: str, **more: Any) -> Callable[[Any], Any]:
+    """Return the decorator of an option that several commands take; `more` adds a default, or a word to the help."""
+    settings = {**_SHARED[option], **more}
+    settings["help"] = _SHARED[option]["help"] + (f" {more['help']}" if "help" in more else "")
+    if settings.get("default") is not None:
+        settings["show_default"] = True
+    return click.option(option, *([_NAMES[option]] if option in _NAMES else []), **settings)
 
 
-def print_json(data: dict[str, Any]) -> None:
-    """Print plain data as JSON on stdout."""
-    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
-    click.echo(text if can_show(text) else json.dumps(data, indent=2, allow_nan=False))
+def parse_shapes(pairs: Iterable[str]) -> dict[str, list[int]]:
+    """Read `max_crops=2,4,6` and its like.
+
+    >>> parse_shapes(["max_crops=2,4,6", "seq_len=512"])
+    {'max_crops': [2, 4, 6], 'seq_len': [512]}
+    """
+    shapes: dict[str, list[int]] = {}
+    for pair in pairs:
+        name, equals, values = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise InvalidInputError(f"--shape is written name=value, such as seq_len=512; received {shortened(pair)}.")
+        if name in shapes:
+            raise InvalidInputError(f"--shape {name} was given twice.", remedy=f"--shape {name}=2,4,6")
+        numbers = [parse_whole_number(value, f"--shape {name}") for value in values.split(",")]
+        if len(set(numbers)) < len(numbers):
+            raise InvalidInputError(f"--shape {name} names a value twice; received {shortened(numbers)}.")
+        shapes[name] = numbers
+    return shapes
 
 
-def print_found(found: Any, *, as_json: bool) -> None:
-    """Print a result: as JSON, or drawn for the terminal."""
-    if as_json:
-        print_json(found.to_dict())
-        return
-    from batchwright.report.display import print_answer
+def parse_shape(pairs: Iterable[str]) -> dict[str, int]:
+    """Read `seq_len=512` and its like, one value each.
 
-    print_answer(found)
+    >>> parse_shape(("seq_len=512", "crops=4"))
+    {'seq_len': 512, 'crops': 4}
+    """
+    shapes = parse_shapes(pairs)
+    for name, values in shapes.items():
+        if len(values) > 1:
+            raise InvalidInputError(
+                f"--shape {name} takes one value here; received {','.join(map(str, values))}.",
+                remedy=f"--shape {name}={values[0]}; several values give a table in `batchwright fit`",
+            )
+    return {name: values[0] for name, values in shapes.items()}
+
+
+# A call is the reader's own Python and stays; an argument stands outside of one.
+_ARGUMENT = re.compile(
+    r"""[\w.]+\([^()]*\)                                   # a call: left as it is
+    |(?<![\w.'"-])(?P<name>[a-z][a-z_]*)=
+     (?P<value>"[^"]*"|\[[^\]]*\]|\{[^}]*\}|\.\.\.|(?:[\w./%+*:-]*\w)?)""",
+    re.VERBOSE,
+)
+
+
+def to_flags(text: str, command: click.Command) -> str:
+    """Write arguments of the library as the flags of a command.
+
+    >>> fit = click.Command("fit", params=[click.Option(["--limit"]), click.Option(["--max", "find_max"])])
+    >>> to_flags("limit= is needed; try: limit=64, find_max=True, or bw.fit(step, limit=64)", fit)
+    '--limit is needed; try: --limit 64, --max, or bw.fit(step, limit=64)'
+    """
+    flags = {param.name: name_of(param) for param in command.params if isinstance(param, click.Option)}
+    flags["shape"] = flags.get("shapes", "")
+
+    def translate(match: re.Match[str]) -> str:
+        flag = flags.get(match["name"] or "")
+        if not flag:
+            return match[0]
+        try:
+            value = ast.literal_eval(match["value"])
+        except (ValueError, SyntaxError):
+            value = match["value"]
+        if isinstance(value, dict):
+            return " ".join(f"{flag} {name}={_typed(part)}" for name, part in value.items())
+        return flag if value is True or value == "" else f"{flag} {_typed(value)}"
+
+    return _ARGUMENT.sub(translate, text)
+
+
+def _typed(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

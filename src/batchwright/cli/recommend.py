@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import click
 
-from batchwright.cli.options import Count, json_option, print_found
+from batchwright.cli.options import Count, shared
+from batchwright.cli.streams import print_result
 
 
 @click.command("recommend")
 @click.argument("sizes", nargs=-1, required=True, metavar="SIZE...")
-@click.option("--memory", multiple=True, help="Memory of the device, such as 24GiB; a list is fine.")
+@shared("--memory", type=str, multiple=True, help="A list is fine.")
 @click.option("--on", multiple=True, metavar="CARD", help="A card instead, such as a100-40gb; a list is fine.")
 @click.option("--task", default="classification", show_default=True, help="classification, generation or qa.")
 @click.option("--tuning", default="lora", show_default=True, help="full, lora or qlora.")
 @click.option("--seq-len", type=Count(), default=512, show_default=True, help="Tokens of the longest sample.")
 @click.option("--precision", default="bf16", show_default=True, help="fp32, bf16 or mixed.")
 @click.option("--checkpointing", is_flag=True, help="Recompute each layer in the backward pass.")
-@json_option
+@shared("--json")
 def command(
     sizes: tuple[str, ...],
     memory: tuple[str, ...],
@@ -30,11 +31,15 @@ def command(
 ) -> int:
     """Recommend a micro-batch from a model's size and the memory there is.
 
+    SIZE is a number of parameters, such as 7b, or a model by name, such as qwen2.5-7b.
+
     \b
     batchwright recommend 7b --memory 24GiB --task generation
     batchwright recommend 7b,13b,30b --memory 8GB,16GB,24GB,40GB --tuning qlora
     batchwright recommend 7b --on a100-40gb,rtx-4090-24gb --task generation
     batchwright recommend qwen2.5-7b --memory 80GiB --tuning full --seq-len 2048 --checkpointing
+
+    In Python, bw.estimate_named predicts the peak of a model by name, also with ZeRO and other optimizers.
     """
     from batchwright.memory.recommend import recommend
 
@@ -48,7 +53,7 @@ def command(
         precision=precision,
         checkpointing=checkpointing,
     )
-    print_found(recommendation, as_json=as_json)
+    print_result(recommendation, as_json=as_json)
     return 0 if recommendation.fits else 1
 
 

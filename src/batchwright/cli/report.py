@@ -7,69 +7,42 @@ from pathlib import Path
 
 import click
 
-from batchwright.cli.options import json_option, print_json
+from batchwright.cli.options import Command, shared
+from batchwright.cli.streams import print_json
+from batchwright.errors import InvalidInputError
 
 
-@click.command("report")
+@click.command("report", cls=Command, moved={"--png": "print the page, or save it as a PDF, in a browser"})
 @click.argument("run_file", metavar="RUN.json")
 @click.option("-o", "--output", metavar="FILE", help="The page to write.  [default: RUN.html, beside the run]")
-@click.option("--png", metavar="FILE", help="Draw the main charts to a .png file too; needs batchwright[plot].")
-@json_option
-def command(run_file: str, output: str | None, png: str | None, as_json: bool) -> None:
+@shared("--json")
+def command(run_file: str, output: str | None, as_json: bool) -> None:
     """Draw a run of tune as one HTML page.
 
-    The page is one file that asks nothing of the network. What the run left out is said in its place. Prints the files
-    that were written.
+    The page is one file, needs no network and prints well. A section that the run left out says so in its place.
+    Prints the name of the file.
 
     \b
     batchwright report run.json -o report.html
-    batchwright report run.json --png report.png
     """
     from batchwright.report.page.page import draw_page
     from batchwright.tuning.run_file import read_run_file
-    from batchwright.user_files import replace_file
+    from batchwright.user_files import check_place, replace_file
 
     run = read_run_file(run_file)
-    page = Path(output) if output is not None else _beside(Path(run_file))
-    _check_places(Path(run_file), page, None if png is None else Path(png))
-    if png is not None:
-        from batchwright.report.pictures import check_png
-
-        check_png(png)
-    replace_file(page, draw_page(run).encode(), what="the report", option="-o FILE")
-    written = [str(page)]
-    if png is not None:
-        from batchwright.report.pictures import draw_png
-
-        draw_png(run, png)
-        written.append(png)
-    if as_json:
-        print_json({"schema": 1, "written": written})
-    else:
-        click.echo("\n".join(written))
-
-
-def _check_places(run_file: Path, page: Path, png: Path | None) -> None:
-    """Refuse to write over the run, or one file over the other."""
-    from batchwright.errors import InvalidInputError
-    from batchwright.user_files import check_place
-
-    for place in (page, *([] if png is None else [png])):
-        # os.path: a name that is too long is told of when it is written.
-        if place.absolute() == run_file.absolute() or (os.path.exists(place) and place.samefile(run_file)):
-            raise InvalidInputError(f"'{place}' is the run itself.", remedy="another name: -o report.html")
-    if png is not None and png.absolute() == page.absolute():
-        raise InvalidInputError(
-            f"the page and the picture cannot both be '{png}'.", remedy="another name for one of them"
-        )
+    page = Path(output) if output is not None else _place_beside(Path(run_file))
+    # os.path: a name that is too long is reported when it is written.
+    if page.absolute() == Path(run_file).absolute() or (os.path.exists(page) and page.samefile(run_file)):
+        raise InvalidInputError(f"'{page}' is the run itself.", remedy="another name: -o report.html")
     check_place(page, what="the report", option="-o FILE")
-    if png is not None:
-        check_place(png, what="the picture", option="--png FILE")
+    replace_file(page, draw_page(run).encode(), what="the report", option="-o FILE")
+    if as_json:
+        print_json({"schema": 1, "written": [str(page)]})
+    else:
+        click.echo(str(page))
 
 
-def _beside(run_file: Path) -> Path:
-    from batchwright.errors import InvalidInputError
-
+def _place_beside(run_file: Path) -> Path:
     if not run_file.is_file() or run_file.absolute().is_relative_to("/dev"):  # such as /dev/stdin
         raise InvalidInputError(f"'{run_file}' is no file that a page could stand beside.", remedy="-o report.html")
     return run_file.with_suffix(".html")

@@ -112,7 +112,7 @@ def open_budget(
         raise InvalidInputError(f"margin must be at least 0 and below 1, such as 0.05; received {margin!r}.")
     wanted = None if memory is None else parse_bytes(memory)
     if wanted is not None and wanted < 1:
-        raise InvalidInputError(f"memory must be at least 1 byte; received {memory!r}.", remedy="--memory 16GiB")
+        raise InvalidInputError(f"memory must be at least 1 byte; received {memory!r}.", remedy='memory="16GiB"')
     was_asked = wanted is not None
     device = open_device(on)
     free = device.free_bytes

@@ -149,7 +149,7 @@ def raise_failure(outcome: Outcome, *, ran: Sequence[int] = ()) -> None:
     error = outcome.exception if outcome.exception is not None else StepFailedError(message)
     if ran:
         sizes = ", ".join(f"{size:,}" for size in sorted(ran))
-        error.add_note(f"It failed at micro-batch {outcome.micro_batch:,}; {sizes} had run: --limit {max(ran)}.")
+        error.add_note(f"It failed at micro-batch {outcome.micro_batch:,}; {sizes} had run: limit={max(ran)}.")
     raise error
 
 

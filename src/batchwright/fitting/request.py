@@ -17,7 +17,7 @@ from batchwright.catalogue.cards import names_a_card
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened, whole_number
 
-_EXAMPLE = "--scale max_crops:2=1.0,4=0.8,else=0.5"
+_EXAMPLE = 'scale="max_crops:2=1.0,4=0.8,else=0.5"'
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ScaleTable:
             bound, equals, factor = entry.partition("=")
             if not equals:
                 raise InvalidInputError(
-                    f"an entry of --scale is bound=factor; received {shortened(entry)}.", remedy=_EXAMPLE
+                    f"an entry of scale= is bound=factor; received {shortened(entry)}.", remedy=_EXAMPLE
                 )
             value = _positive(factor, entry)
             if bound.strip() == "else":
@@ -59,10 +59,10 @@ class ScaleTable:
             else:
                 steps.append((_positive(bound, entry), value))
         if [bound for bound, _ in steps] != sorted({bound for bound, _ in steps}):
-            raise InvalidInputError(f"the bounds of --scale must rise; received {shortened(text)}.", remedy=_EXAMPLE)
+            raise InvalidInputError(f"the bounds of scale= must rise; received {shortened(text)}.", remedy=_EXAMPLE)
         if beyond is None:
             raise InvalidInputError(
-                "--scale needs an entry else=factor, for values above its last bound.", remedy=_EXAMPLE
+                "scale= needs an entry else=factor, for values above its last bound.", remedy=_EXAMPLE
             )
         return ScaleTable(name, tuple(steps), beyond)
 
@@ -70,8 +70,8 @@ class ScaleTable:
         """Return base x factor, rounded down, at least 1 and at most the base."""
         if self.name not in shape:
             raise InvalidInputError(
-                f"--scale goes by {self.name}, but the shape has {', '.join(shape) or 'no names'}.",
-                remedy=f"--shape {self.name}=2,4,6",
+                f"scale= goes by {self.name}, but the shape has {', '.join(shape) or 'no names'}.",
+                remedy=f'shapes={{"{self.name}": [2, 4, 6]}}',
             )
         value = Fraction(str(shape[self.name]))
         factor = next((factor for bound, factor in self.steps if value <= bound), self.beyond)
@@ -83,9 +83,9 @@ def _positive(text: str, entry: str) -> Fraction:
     try:
         value = Fraction(text.strip())
     except (ValueError, ZeroDivisionError):
-        raise InvalidInputError(f"--scale holds numbers; received {shortened(entry)}.", remedy=_EXAMPLE) from None
+        raise InvalidInputError(f"scale= holds numbers; received {shortened(entry)}.", remedy=_EXAMPLE) from None
     if value <= 0:
-        raise InvalidInputError(f"--scale holds positive numbers; received {shortened(entry)}.", remedy=_EXAMPLE)
+        raise InvalidInputError(f"scale= holds positive numbers; received {shortened(entry)}.", remedy=_EXAMPLE)
     return value
 
 
@@ -170,7 +170,7 @@ class FitRequest:
     def _check(self) -> None:
         if self.scale is not None:
             if self.limit is None:
-                raise InvalidInputError("scale is a share of limit, and no limit was given.", remedy="--limit 64")
+                raise InvalidInputError("scale is a share of limit, and no limit was given.", remedy="limit=64")
             if self.start is not None or self.powers_of_two:
                 raise InvalidInputError("scale computes the start, so start and powers of two are left out.")
             for shape in self.shapes:

@@ -74,7 +74,7 @@ def record_run(
         check_place(file, what="the recorded run", option="file=")
     device = open_device(on)
     if device.kind != "accelerator":
-        raise InvalidInputError(f"a run is recorded on a card of this machine; {on} is none.", remedy="--on cuda")
+        raise InvalidInputError(f"a run is recorded on a card of this machine; {on} is none.", remedy='on="cuda"')
     outcome = device.probe(workload, micro_batch, StepSettings(shape or {}, accumulation, clip_norm))
     if outcome.verdict == "out_of_memory":
         raise NothingFitsError(f"micro-batch {micro_batch:,} ran out of memory on {on}, so there is nothing to record.")

@@ -116,7 +116,7 @@ def estimate(
     if card is None and not (allocator is snapshot is calibrate is None):
         raise InvalidInputError(
             "allocator settings, memory snapshots and recorded runs are CUDA's: they need a card.",
-            remedy="--on a100-40gb",
+            remedy='on="a100-40gb"',
         )
     check_ranks(workload, devices, is_card=card is not None)
     place = None if card is None else OnCard(workload, card, read_settings(allocator), step)
@@ -125,7 +125,7 @@ def estimate(
         place = place.calibrated(calibrate)
 
     if snapshot is not None:
-        check_place(snapshot, what="the snapshot", option="--snapshot FILE")
+        check_place(snapshot, what="the snapshot", option="snapshot=FILE")
     runs: dict[int, Traced] = {}
 
     def traced(size: int) -> Traced:
@@ -249,7 +249,7 @@ def _largest_for(limit: int, traced: Callable[[int], Traced], *, cap: int) -> in
         raise NothingFitsError(
             f"micro-batch 1 does not fit into {format_bytes(limit)}.",
             details=[f"needed {format_bytes(needed.peak_bytes)}: {parts}"],
-            remedy="--what-if in place of --max prints what each change of the set-up would save",
+            remedy="what_if=True in place of find_max=True prints what each change of the set-up would save",
         )
     return size
 
@@ -293,7 +293,7 @@ def check_ranks(workload: Workload, devices: int, *, is_card: bool) -> None:
     if whole_number(devices, "devices") == 1:
         return
     if not is_card:
-        raise InvalidInputError("ranks are simulated on cards only.", remedy="--on a100-40gb")
+        raise InvalidInputError("ranks are simulated on cards only.", remedy='on="a100-40gb"')
     if workload.wrap is None:
         raise InvalidInputError(
             f"{devices:,} devices were asked for, and the workload has no wrap= that spreads the model over them.",

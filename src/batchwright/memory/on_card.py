@@ -165,7 +165,7 @@ def card_named(on: str, *, memory: str | int | None = None) -> Card | None:
     if not names_a_card(on):
         raise InvalidInputError(
             f"{on} is a device of this machine, and an estimate runs nothing on it.",
-            remedy="--on with the name of a card, such as a100-40gb; batchwright fit --on cuda runs the step for real",
+            remedy='on="a100-40gb", a card by name; or `fit`, which runs the step for real',
         )
     try:
         card = find_card(on)
@@ -247,7 +247,7 @@ class OnCard:
         if self.step.devices != 1:
             raise InvalidInputError(
                 f"a run is recorded on one card, and one of {self.step.devices} was asked about.",
-                remedy="--calibrate without --devices",
+                remedy="calibrate= without devices=",
             )
         if run.name.rpartition("/")[2] != self.workload.name.rpartition("/")[2]:  # folders differ between machines
             raise InvalidInputError(
@@ -300,7 +300,7 @@ class OnCard:
                 f"needed {format_bytes(device_peak(smallest))}: {needs}, "
                 f"context {format_bytes(smallest.context.typical_bytes)}"
             ],
-            remedy="--what-if in place of --max prints what each change of the set-up would save",
+            remedy="what_if=True in place of find_max=True prints what each change of the set-up would save",
         )
 
 

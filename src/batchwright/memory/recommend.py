@@ -188,7 +188,7 @@ def recommend(
     if not wanted or not (memories or cards):
         raise InvalidInputError(
             "a recommendation needs at least one size, and one memory or card.",
-            remedy="--memory 24GiB or --on a100-40gb",
+            remedy='memory="24GiB" or on="a100-40gb"',
         )
     shapes = [(size, find_model(SIZES.get(size.lower(), size) if isinstance(size, str) else size)) for size in wanted]
     places: list[tuple[int, str | None]] = [(parse_bytes(amount), None) for amount in memories]

@@ -75,7 +75,7 @@ class Trained:
         if number < samples:
             raise InvalidInputError(
                 f"a step of {counted(samples, 'sample')} was asked for, but data= holds {counted(number, 'sample')}.",
-                remedy=f"--effective-batch {max(number // 2, 1)} or less" if number else "a dataset that is not empty",
+                remedy=f"effective_batch={max(number // 2, 1)} or less" if number else "a dataset that is not empty",
             )
         return self._epochs(micro_batch, accumulation)
 
@@ -159,7 +159,7 @@ def split_of(effective_batch: int, micro_batch: int | None, ranks: int) -> tuple
     if effective_batch % ranks:
         raise InvalidInputError(
             f"an effective batch of {effective_batch} cannot be shared by {counted(ranks, 'rank')} alike.",
-            remedy=f"--effective-batch {-(-effective_batch // ranks) * ranks}",
+            remedy=f"effective_batch={-(-effective_batch // ranks) * ranks}",
         )
     share = effective_batch // ranks
     if micro_batch is None:
@@ -171,7 +171,7 @@ def split_of(effective_batch: int, micro_batch: int | None, ranks: int) -> tuple
         raise InvalidInputError(
             f"an effective batch of {effective_batch} on {counted(ranks, 'rank')} is no whole number of micro-batches "
             f"of {micro_batch}.",
-            remedy=f"--micro-batch {near}",
+            remedy=f"micro_batch={near}",
         )
     return micro_batch, share // micro_batch
 

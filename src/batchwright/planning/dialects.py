@@ -83,7 +83,7 @@ def refuse_uneven(plan: Plan, framework: str, reason: str) -> None:
         f"{framework} cannot run this plan: micro-batches of {plan.split.smallest:,} and {plan.split.largest:,} "
         f"(policy 'exact'), and {reason}.",
         remedy=f"policy 'nearest', 'at-least' or 'at-most'; or run {plan.effective_batch:,} exactly "
-        "with --for pytorch, whose loop takes plan.batch_sampler(rank)",
+        "in pytorch, whose loop takes plan.batch_sampler(rank)",
     )
 
 

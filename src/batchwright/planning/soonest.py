@@ -26,7 +26,7 @@ from batchwright.errors import InvalidInputError
 from batchwright.planning.critical_batch import CriticalBatch, checked_batch, figure, steps_over_minimum
 from batchwright.planning.times import TimeModel, fit_times
 from batchwright.printed_result import PrintedResult
-from batchwright.units import LARGEST_COUNT, counted, parse_whole_number, positive_seconds, shortened, whole_number
+from batchwright.units import LARGEST_COUNT, counted, positive_seconds, shortened, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -406,31 +406,6 @@ def best_batch(
         hired = counted(answer.elastic_devices, "device")
         words.append(f"if devices are hired by the hour: {hired}, a batch of {answer.elastic_devices * micro:,}")
     return replace(answer, words=tuple(words))
-
-
-def parse_step_times(text: str) -> dict[int, float]:
-    """Read `32=0.11,64=0.19`: the effective batch, and the seconds of one optimizer step at it.
-
-    >>> parse_step_times("32=0.11, 64=0.19")
-    {32: 0.11, 64: 0.19}
-    """
-    times: dict[int, float] = {}
-    for part in text.split(","):
-        batch, equals, seconds = part.strip().partition("=")
-        if not equals:
-            raise InvalidInputError(
-                f"--times is written BATCH=SECONDS, such as 32=0.11,64=0.19; received {shortened(part.strip())}."
-            )
-        size = parse_whole_number(batch, "batch in --times")
-        if size in times:
-            raise InvalidInputError(f"--times names the batch {size} twice.")
-        times[size] = positive_seconds(seconds, f"time of batch {size}")
-    if len(times) < 2:
-        raise InvalidInputError(
-            "--times needs two batches or more, to tell what a step costs from what a sample costs.",
-            remedy="32=0.11,64=0.19,128=0.36",
-        )
-    return times
 
 
 def _checked_critical(given: object) -> CriticalBatch:

@@ -146,9 +146,9 @@ def parse_times(text: str) -> tuple[TimedPoint, ...]:
         micro_batch, times_sign, accumulation = size.strip().partition("x")
         points.append(
             TimedPoint(
-                parse_whole_number(micro_batch, "micro-batch in --times"),
+                parse_whole_number(micro_batch, "micro-batch in times="),
                 positive_seconds(seconds, f"time of micro-batch {micro_batch}"),
-                parse_whole_number(accumulation, "accumulation in --times") if times_sign else None,
+                parse_whole_number(accumulation, "accumulation in times=") if times_sign else None,
             )
         )
     return tuple(points)

@@ -90,7 +90,7 @@ def is_done(section: Section) -> bool:
 def write_run(run: Run, file: Path) -> None:
     """Replace the file by this run; a number that is none, or infinite, is written as null."""
     text = json.dumps(_finite(run), indent=1, allow_nan=False) + "\n"
-    replace_file(file, text.encode(), what="the run", option="--run-file FILE")
+    replace_file(file, text.encode(), what="the run", option="file=FILE")
 
 
 def read_run_file(file: str | Path) -> Run:

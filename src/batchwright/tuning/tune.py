@@ -188,13 +188,13 @@ def _tune(
         except KeyboardInterrupt as stop:
             run[stage] = {"skipped": "interrupted"}
             if _keep(run, path, say):
-                stop.add_note(f"What was measured is in {path}; the same command with --resume goes on.")
+                stop.add_note(f"What was measured is in {path}; resume=True goes on from there.")
             raise
         finally:
             seconds[stage] = time.monotonic() - start
             _keep(run, path, say)
         if file is not None:
-            ranks.remedy = f"What was measured before that is in {file}; the same command with --resume goes on."
+            ranks.remedy = f"What was measured before that is in {file}; resume=True goes on from there."
     advise_run(run, request)
     run["finished"] = True
     return Tuned(run, file=path if _keep(run, path, say) else None)
@@ -214,9 +214,7 @@ def _resume(path: Path | None, about: Section, ranks: Session, say: Say) -> Run:
 
 def _read(path: Path | None, about: Section, say: Say) -> Run:
     if path is None or not path.exists():
-        raise InvalidInputError(
-            f"there is no run to resume at '{path}'.", remedy="--run-file FILE of a run that was begun"
-        )
+        raise InvalidInputError(f"there is no run to resume at '{path}'.", remedy="file=FILE of a run that was begun")
     run, damaged = read_run_to_resume(path)
     if damaged:
         say(f"damaged in '{path}', and measured again: {', '.join(damaged)}")
@@ -224,7 +222,7 @@ def _read(path: Path | None, about: Section, say: Say) -> Run:
     if different:
         raise InvalidInputError(
             f"the run at '{path}' was asked something else: {', '.join(different)} differ.",
-            remedy="the same options, or another --run-file FILE",
+            remedy="the same options, or another file=FILE",
         )
     return run
 

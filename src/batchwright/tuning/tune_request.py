@@ -49,7 +49,7 @@ class TuneRequest:
             if name not in STAGES:
                 raise InvalidInputError(
                     f"there is no stage {shortened(name)} to skip; there are {', '.join(STAGES)}.",
-                    remedy="--skip noise",
+                    remedy='skip=["noise"]',
                 )
         whole_number(self.devices, "devices")
         whole_number(self.steps, "steps")
@@ -83,6 +83,8 @@ class TuneRequest:
         named = Target.read(target)
         words = ["batchwright", "tune", named.name]
         for argument in fields(self):
+            if argument.name == "seed":
+                continue
             value, option = getattr(self, argument.name), f"--{argument.name.replace('_', '-')}"
             if argument.name == "shape":
                 words += [word for name, size in value.items() for word in (option, f"{name}={size}")]
@@ -91,7 +93,8 @@ class TuneRequest:
                 words += [option, ",".join(map(str, value))] if value else []
             elif value != (default_device() if argument.name == "on" else argument.default):
                 words += [option, _as_typed(value) if argument.name == "memory" else str(value)]
-        return shlex.join([*words, "--", *named.arguments] if named.arguments else words)
+        text = shlex.join([*words, "--", *named.arguments] if named.arguments else words)
+        return f"{text}  # and in Python: seed={self.seed}" if self.seed else text
 
     def to_dict(self) -> dict[str, Any]:
         """Return the question as plain data."""

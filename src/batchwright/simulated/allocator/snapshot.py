@@ -75,7 +75,7 @@ class History:
 
 def write_snapshot(file: Path, history: History, allocator: CachingAllocator) -> None:
     """Write the snapshot as `torch.cuda.memory._dump_snapshot` does."""
-    replace_file(file, pickle.dumps(history.snapshot(allocator)), what="the snapshot", option="--snapshot FILE")
+    replace_file(file, pickle.dumps(history.snapshot(allocator)), what="the snapshot", option="snapshot=FILE")
 
 
 def _frames(owner: Owner) -> list[dict[str, Any]]:
