@@ -13,16 +13,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from batchwright.errors import InvalidInputError
-from batchwright.integrations.accelerate import audit_first_window, watch
+from batchwright.integrations.accelerate import audit_first_window, prepare_loader, watch
 from batchwright.integrations.trackers import TrackerWarning, effective_batch_text
-from batchwright.integrations.transformers.token_batches import prepare_loader
 from batchwright.sampler.token_batch_sampler import TokenBatchSampler
 from tests.integrations.event_files import scalars, texts
 from tests.integrations.watched_training import trained_by_accelerate
 from tests.noise.regression import batches_of, expected, loss_of, make_model, seen_by
 from tests.torchrun import told_by_ranks
 
-WORKER = Path(__file__).with_name("watched_worker.py")
+WORKER = Path(__file__).with_name("workers") / "watched_worker.py"
 
 
 @pytest.mark.parametrize(

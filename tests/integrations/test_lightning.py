@@ -21,7 +21,7 @@ from tests.integrations.watched_training import Module, parts, trained_by_lightn
 from tests.noise.regression import expected, seen_by
 from tests.torchrun import told_by_ranks
 
-WORKER = Path(__file__).with_name("watched_worker.py")
+WORKER = Path(__file__).with_name("workers") / "watched_worker.py"
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

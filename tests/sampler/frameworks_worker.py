@@ -17,7 +17,7 @@ def with_accelerate() -> list[list[int]]:
     from accelerate import Accelerator
 
     import batchwright as bw
-    from batchwright.integrations.transformers.token_batches import prepare_loader
+    from batchwright.integrations.accelerate import prepare_loader
 
     accelerator = Accelerator(cpu=True)
     sampler = bw.TokenBatchSampler(LENGTHS, 120)
@@ -38,7 +38,8 @@ def plainly_prepared() -> str:
     from batchwright.errors import InvalidInputError
 
     try:
-        list(Accelerator(cpu=True).prepare(loader_of(bw.TokenBatchSampler(LENGTHS, 120), 0)))
+        sampler = bw.TokenBatchSampler(LENGTHS, 120)
+        sampler.track(Accelerator(cpu=True).prepare(loader_of(sampler, 0)))
     except InvalidInputError as error:
         return str(error)
     return "nothing"

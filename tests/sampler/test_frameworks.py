@@ -69,7 +69,7 @@ def test_accelerate_goes_on_from_a_state(is_loaded_first: bool) -> None:
     from accelerate import Accelerator
 
     import batchwright as bw
-    from batchwright.integrations.transformers.token_batches import prepare_loader
+    from batchwright.integrations.accelerate import prepare_loader
 
     whole, sampler = (bw.TokenBatchSampler(LENGTHS, 120, waste=0.2) for _ in range(2))
     whole.set_epoch(1)

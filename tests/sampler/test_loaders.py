@@ -57,9 +57,13 @@ def test_workers_and_nobody_who_counts_are_refused() -> None:
     del iterator
 
 
-def test_without_workers_nobody_needs_to_count() -> None:
+def test_without_workers_somebody_has_to_count_too() -> None:
     sampler = sampler_of()
     iterator = iter(loader_of(sampler))
+    next(iterator)
+    with pytest.raises(InvalidInputError, match="nobody counts"):
+        sampler.state_dict()
+    iterator = iter(sampler.track(loader_of(sampler)))
     for _ in range(3):
         next(iterator)
     assert sampler.state_dict()["segments"] == [[1, 3]]

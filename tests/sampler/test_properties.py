@@ -84,7 +84,7 @@ def test_a_resumed_run_is_the_unbroken_one(lengths: list[int], data: Any, option
     whole = list(of_rank(lengths, rank, ranks, **options))
     cut = data.draw(st.integers(0, len(whole)))
     first = of_rank(lengths, rank, ranks, **options)
-    iterator = iter(first)
+    iterator = iter(first.track(first))
     begun = [next(iterator) for _ in range(cut)]
     second = of_rank(lengths, rank, ranks, **options)
     second.load_state_dict(first.state_dict())
@@ -115,7 +115,7 @@ def test_ranks_may_change_on_the_way_and_no_sample_is_lost_or_repeated(
         left = len(samplers[0])
         rounds = left if number == len(plan) else data.draw(st.integers(0, left))
         for sampler in samplers:
-            iterator = iter(sampler)
+            iterator = iter(sampler.track(sampler))
             for index in range(rounds):
                 batch = next(iterator)
                 if sampler.counts(index):
@@ -235,7 +235,7 @@ def test_a_state_can_be_loaded_into_a_sampler_that_was_used() -> None:
     sampler = of_rank(np.arange(1, 60), 0, 1)
     whole = list(sampler)
     again = of_rank(np.arange(1, 60), 0, 1)
-    iterator = iter(again)
+    iterator = iter(again.track(again))
     next(iterator)
     sampler.load_state_dict(again.state_dict())
     assert list(sampler) == whole[1:]
@@ -243,7 +243,7 @@ def test_a_state_can_be_loaded_into_a_sampler_that_was_used() -> None:
 
 def test_the_state_of_a_finished_epoch_goes_on_with_the_next_on_any_ranks() -> None:
     sampler = of_rank(np.arange(1, 60), 0, 8)
-    list(sampler)
+    list(sampler.track(sampler))
     for ranks in (8, 4):
         other = of_rank(np.arange(1, 60), 0, ranks)
         other.load_state_dict(sampler.state_dict())

@@ -42,7 +42,7 @@ class CountingSampler:
         candidates: tuple[Any, ...] = (shown, inner, getattr(inner, "batch_sampler", None))
         for candidate in candidates:
             if hasattr(candidate, "count_received"):
-                candidate.expect_counts()
+                candidate.expect_counts(shown)
                 # One that counts by itself would count everything twice.
                 return CountingSampler(candidate), getattr(shown, "loader", loader) if inner is candidate else loader
         return CountingSampler(), loader

@@ -1,4 +1,9 @@
-"""For accelerate: `watch`, and `audit_first_window`, which audits the first window of a loop and leaves."""
+"""For accelerate: `watch` a loop, `audit_first_window` of one, `prepare_loader` of a `TokenBatchSampler`.
+
+Promises:
+- the loop stays as it is: hooks on what `accelerator.prepare` returned see it, and change nothing;
+- metrics go to `accelerator.log` and to `tracker`, from the main process; all processes have the same answer.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from batchwright.errors import InvalidInputError
 from batchwright.integrations.audit import FirstWindow
 from batchwright.integrations.live_batch import LiveBatch, ShowsLiveBatch
 from batchwright.integrations.trackers import Tracker, tracker_for
+from batchwright.integrations.transformers.token_batches import prepare_loader
 from batchwright.report.text.audit_text import summarize_audit
 from batchwright.units import shortened, whole_number
 
@@ -21,12 +27,7 @@ if TYPE_CHECKING:
 
     from batchwright.auditing.audit_result import Audit
 
-
-# `watch`: the critical batch of a loop that accelerate accumulates, and its metrics in accelerate's trackers.
-#
-# Promises:
-# - the loop stays as it is: hooks on what `accelerator.prepare` returned see it, and change nothing;
-# - metrics go to `accelerator.log` and to `tracker`, from the main process; all processes have the same answer.
+__all__ = ["AcceleratorWatch", "Watched", "audit_first_window", "prepare_loader", "watch"]
 
 
 def watch(
@@ -129,9 +130,6 @@ class _AcceleratorLog(Tracker):
             held = getattr(tracker, "tracker", None)
             if held is not None and tracker.name in ("tensorboard", "wandb", "trackio", "mlflow"):
                 tracker_for(held).write(name, text)
-
-
-__all__ = ["AcceleratorWatch", "Watched", "audit_first_window", "watch"]
 
 
 class Watched:

@@ -75,7 +75,7 @@ class Budget:
         if not isinstance(self.cost, BatchCost):
             raise InvalidInputError(
                 f"cost must be a BatchCost; received {shortened(self.cost)}.",
-                remedy="from batchwright.sampler.cost import BatchCost",
+                remedy="bw.BatchCost(per_token=1.0)",
             )
         whole_number(self.multiple_of, "multiple_of")
         if self.max_samples is not None and whole_number(self.max_samples, "max_samples") < self.multiple_of:

@@ -1,12 +1,19 @@
-"""Batches that a loop received, told apart from those that the workers of a DataLoader drew ahead.
+"""How far an epoch has come, in a few numbers, also if the number of ranks changes on the way.
 
-Without workers a batch that is drawn is received. With workers the sampler runs ahead of the loop, and only somebody
-who sees the loop can count: `track(loader)`, or an Accumulator.
+An epoch is a row of segments: so many rounds on so many ranks. A change of ranks ends one segment; what its rounds have
+left over is planned anew for the others. So a state is as short as there were changes, and resuming takes one plan for
+each, however many rounds are done.
+
+A sampler sees what is drawn from it, and a DataLoader may draw ahead. What the loop received is counted by somebody who
+sees the loop: `track(loader)`, or an Accumulator.
+
+Promises:
+- a state counts batches that were received, never those that were drawn; if nobody counts, there is none;
+- a state that asks for absurd work is refused.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +24,15 @@ from batchwright.sampler.epoch_plan import EpochPlan, Mixing, cut_epoch, plan_ep
 from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     import numpy.typing as npt
 
     from batchwright.sampler.cost import Budget
     from batchwright.sampler.epoch_plan import FirstEpoch
 
     Numbers = npt.NDArray[np.int64]
-    from collections.abc import Callable, Iterable, Iterator
 
-
-# Which rank this is, and how many there are.
 
 MOST_RANKS = 2**20
 """More than any cluster has; a plan holds one place for each rank and round."""
@@ -61,14 +67,6 @@ def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return rank, world_size
 
 
-# How far an epoch has come, in a few numbers, also where the number of ranks changed on the way.
-#
-# An epoch is a row of segments: so many rounds on so many ranks. A change of ranks ends one segment; what its rounds
-# have
-# left over is planned anew for the others. So a state is as short as there were changes, and going on takes one plan
-# for
-# each, however many rounds are done.
-
 # Each takes a plan of its own.
 _MOST_SEGMENTS = 1_000
 
@@ -97,8 +95,8 @@ class EpochProgress:
         """Begin an epoch."""
         self.epoch, self.segments = epoch, [Segment(ranks)]
 
-    def go_on_with(self, ranks: int) -> None:
-        """Go on with another number of ranks."""
+    def resume_on(self, ranks: int) -> None:
+        """Continue on this number of ranks."""
         if not self.segments:
             self.segments = [Segment(ranks)]
         elif self.segments[-1].ranks != ranks:
@@ -117,27 +115,27 @@ class EpochProgress:
     ) -> EpochPlan:
         """Plan what is left of the epoch; `usable` are the samples that take part, all where None."""
         left, least = usable, 0
-        found = None
+        plan = None
         for number, segment in enumerate(self.segments):
-            if found is not None:
+            if plan is not None:
                 before = self.segments[number - 1].rounds
-                _check_rounds(before, found)
-                left, least = found.left_after(before), 0
+                _check_rounds(before, plan)
+                left, least = plan.left_after(before), 0
             elif self.epoch > 0:
                 least = rounds_of_every_epoch(first.batches(), mixing, segment.ranks)
             rng = np.random.default_rng((seed, self.epoch, number))
             most = least * segment.ranks or None
             cut = cut_epoch(lengths, budget, mixing, rng=rng, left=left, most_batches=most)
-            if found is None and self.epoch == 0:
+            if plan is None and self.epoch == 0:
                 first.number = len(cut.starts)
                 least = rounds_of_every_epoch(first.number, mixing, segment.ranks)
-            found = plan_epoch(lengths, cut, budget, ranks=segment.ranks, rng=rng, least_rounds=least)
-        assert found is not None, "an epoch has begun"
-        return found
+            plan = plan_epoch(lengths, cut, budget, ranks=segment.ranks, rng=rng, least_rounds=least)
+        assert plan is not None, "an epoch has begun"
+        return plan
 
-    def check_fits(self, found: EpochPlan) -> None:
+    def check_fits(self, plan: EpochPlan) -> None:
         """Refuse more rounds than the plan of the present ranks has."""
-        _check_rounds(self.rounds, found)
+        _check_rounds(self.rounds, plan)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress as plain data."""
@@ -179,58 +177,34 @@ def _check_rounds(rounds: int, plan: EpochPlan) -> None:
         )
 
 
-# A DataLoader asks its sampler from a few calls up.
-_DEEPEST = 12
-
-
 class Received:
-    """Whether the count of what was drawn is also that of what was received."""
+    """Whether somebody who sees the loop counts the batches that it receives of a pass."""
 
     def __init__(self) -> None:
-        self.is_counted = False
-        """Whether somebody who sees the loop counts."""
-        self.is_exhausted = False
+        self.will_be_counted = False
+        """Whether somebody counts the next pass."""
+        self.is_drawn = False
+        """Whether all batches of this pass were drawn, by a loader that may be ahead of the loop."""
         self.are_two_passes_open = False
         """Whether an older pass went on after a newer one had begun, so that nobody knows where the loop stands."""
-        self.will_be_counted = self._runs_ahead = False
-        self._count: Callable[[int], None] | None = None
+        self.is_uncounted = False
+        """Whether a pass has begun that nobody counts."""
 
-    def expect_counts(self) -> None:
-        """Be told that somebody will count what the next iteration yields."""
-        self.will_be_counted = True
-
-    def begin(self, count: Callable[[int], None]) -> None:
-        """Begin an iteration; `count` is told what was received."""
-        self._count = count
-        self.is_exhausted = False
-        self.is_counted, self.will_be_counted = self.will_be_counted, False
-        self._runs_ahead = _reads_ahead()
-
-    def drew(self, number: int) -> None:
-        """Note that a batch was drawn, the `number`-th of its segment."""
-        if not self._runs_ahead and not self.is_counted and self._count is not None:
-            self._count(number)
-
-    def drew_all(self) -> None:
-        """Note that there are no more."""
-        self.is_exhausted = True
-
-    @property
-    def is_uncounted(self) -> bool:
-        """Whether workers run ahead and nobody counts."""
-        return self._runs_ahead and not self.is_counted
+    def begin(self) -> None:
+        """Begin a pass."""
+        self.is_drawn = False
+        self.is_uncounted, self.will_be_counted = not self.will_be_counted, False
 
     def check(self) -> None:
-        """Refuse to tell what nobody counts."""
+        """Refuse to report what nobody counts."""
         if self.are_two_passes_open:
             raise InvalidInputError(
-                "two passes over the sampler are open at once, and it cannot tell which is the training's.",
+                "two passes over the sampler are open at once, and it cannot know which is the training's.",
                 remedy="a sampler of its own for each",
             )
         if self.is_uncounted:
             raise InvalidInputError(
-                "the DataLoader's workers draw batches ahead of the loop, or accelerate does, and nobody counts those "
-                "that it received.",
+                "nobody counts the batches that the loop received; a DataLoader's workers draw batches ahead of it.",
                 remedy="for batch in sampler.track(loader): ..., or accumulator.micro_batches(loader), which counts",
             )
 
@@ -239,6 +213,7 @@ class Tracked:
     """A loader whose batches are counted as the loop receives them; an Accumulator over it counts instead."""
 
     def __init__(self, batch_sampler: Any, loader: Iterable[Any]) -> None:
+        refuse_second_sharding(loader)
         self.batch_sampler = batch_sampler
         self.loader = loader
 
@@ -252,31 +227,12 @@ class Tracked:
             yield batch
 
 
-def refuse_second_sharding() -> None:
-    """Refuse to be sharded by accelerate: these batches are one rank's already, and ranks would lose most of them."""
-    if any(type(asking).__name__ == "BatchSamplerShard" for asking in _who_asks()):
+def refuse_second_sharding(loader: object) -> None:
+    """Refuse a loader that accelerate has sharded: its batches are one rank's already, and most would be lost."""
+    wrapper = getattr(loader, "batch_sampler", None)
+    if hasattr(wrapper, "batch_sampler") and getattr(wrapper, "num_processes", 1) > 1:
         raise InvalidInputError(
             "accelerate shards this sampler's batches once more, though they are one rank's already.",
-            remedy="bw.integrations.transformers.prepare_loader(accelerator, loader) in place of "
+            remedy="bw.integrations.accelerate.prepare_loader(accelerator, loader) in place of "
             "accelerator.prepare(loader)",
         )
-
-
-def _reads_ahead() -> bool:
-    """Whether whoever asks reads ahead of the loop."""
-    # accelerate's loaders look for the end of an epoch one batch ahead.
-    return any(
-        type(asking).__name__ in ("DataLoaderShard", "DataLoaderDispatcher")
-        or bool(getattr(asking, "_num_workers", None))
-        for asking in _who_asks()
-    )
-
-
-def _who_asks() -> Iterator[Any]:
-    """Yield the objects whose methods are asking, the nearest first: there is no other way to know than to look."""
-    for depth in range(2, _DEEPEST):
-        try:
-            frame = sys._getframe(depth)
-        except ValueError:
-            return
-        yield frame.f_locals.get("self")

@@ -3,7 +3,7 @@
 Promises:
 - no batch costs more than the budget, padded; every sample comes exactly once per epoch;
 - the same seed and epoch give the same batches; all ranks have as many;
-- a state counts the batches that the loop received, and can be gone on from on another number of ranks.
+- a state counts the batches that the loop received, and can be resumed from on another number of ranks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from batchwright.errors import InvalidInputError
 from batchwright.sampler.cost import BatchCost, Budget, usable_samples
 from batchwright.sampler.epoch_plan import FirstEpoch, cut_epoch
 from batchwright.sampler.lengths import lengths_of
+from batchwright.sampler.mixing import choose_mixing
 from batchwright.sampler.resume import EpochProgress, Received, Tracked, place_of, refuse_second_sharding
-from batchwright.sampler.stats import SamplerStats, choose_mixing, stats_of
+from batchwright.sampler.stats import SamplerStats, stats_of
 from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 
     from batchwright.fitting.fit_result import Fit
     from batchwright.sampler.epoch_plan import EpochPlan
-
-
-# Optimizer steps of about as many tokens each, from rounds that vary.
 
 
 class StepWindows:
@@ -167,9 +165,7 @@ class TokenBatchSampler:
         """Turn to an epoch; to the present one changes nothing until it is over, so that a resumed one goes on."""
         epoch = whole_number(epoch, "epoch", least=0)
         if epoch != self._progress.epoch or self._is_over:
-            will_be_counted = self._received.will_be_counted
             self._begin(epoch)
-            self._received.will_be_counted = will_be_counted
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch; of one that was resumed, those that are left."""
@@ -180,24 +176,20 @@ class TokenBatchSampler:
         return self.planned.rounds.number - self._first
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self.world_size > 1:
-            refuse_second_sharding()
         self._roll_over()
         plan = self.planned
         # A pass that was broken off is begun anew, and so is the count.
         self._progress.segments[-1].rounds = self._first
         received = self._received
-        received.begin(self._count)
+        received.begin()
         self._num_passes += 1
         this = self._num_passes
         for index in range(self._first, plan.rounds.number):
             if this == self._num_passes:
-                received.drew(index + 1)
+                received.is_drawn = index + 1 == plan.rounds.number
             else:
                 received.are_two_passes_open = True
             yield plan.batch(index, self.rank)
-        if this == self._num_passes:
-            received.drew_all()
 
     def track(self, loader: Iterable[Any]) -> Tracked:
         """Return the batches of a DataLoader over this sampler, those counted that are received."""
@@ -212,12 +204,12 @@ class TokenBatchSampler:
         return stats_of(self.planned, self._plan_of(self.epoch + 1), self._usable, self._mixing.num_windows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loop stands: batches that it received, not those that workers drew ahead."""
+        """Return where the loop stands: the batches it received, as `track(loader)` or an Accumulator counts them."""
         self._received.check()
         return {"seed": self.seed, "fingerprint": self._fingerprint(), **self._progress.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` stood, also on another number of ranks."""
+        """Resume from a `state_dict()`, also on another number of ranks."""
         if not isinstance(state, Mapping):
             raise InvalidInputError(f"this is no state of a TokenBatchSampler: {shortened(state)}.")
         missing = sorted({"seed", "fingerprint", "epoch", "segments"} - set(state))
@@ -235,7 +227,7 @@ class TokenBatchSampler:
             )
         progress = EpochProgress()
         progress.load_state_dict(state, num_samples=len(self.lengths) - self._usable.num_dropped)
-        progress.go_on_with(self.world_size)
+        progress.resume_on(self.world_size)
         plan = self._planned(progress)
         progress.check_fits(plan)
         self._num_passes += 1
@@ -249,9 +241,10 @@ class TokenBatchSampler:
         """Batches of this rank that the loop has received of the epoch, on the present number of ranks."""
         return self._progress.rounds
 
-    def expect_counts(self) -> None:
-        """Leave it to somebody who sees the loop to count what it receives of the next iteration."""
-        self._received.expect_counts()
+    def expect_counts(self, loader: Any = None) -> None:
+        """Leave it to somebody who sees the loop, and its loader, to count what it receives of the next iteration."""
+        refuse_second_sharding(loader)
+        self._received.will_be_counted = True
 
     def count_received(self, number: int) -> None:
         """Count batches as received; an Accumulator does it at the end of each window."""
@@ -260,22 +253,22 @@ class TokenBatchSampler:
     def _begin(self, epoch: int) -> None:
         self._progress.begin(epoch, self.world_size)
         self._first, self._plan = 0, None
+        will_be_counted = self._received.will_be_counted
         self._received = Received()
+        self._received.will_be_counted = will_be_counted
         self._num_passes += 1
 
     @property
     def _is_over(self) -> bool:
-        """Whether all of the epoch was received; where nobody counts what workers drew, whether all was drawn."""
-        is_drawn = self._received.is_exhausted and self._received.is_uncounted
+        """Whether all of the epoch was received; if nobody counts, whether all was drawn."""
+        is_drawn = self._received.is_drawn and self._received.is_uncounted
         has_any = len(self.lengths) > self._usable.num_dropped
         return has_any and (is_drawn or self._progress.rounds >= self.planned.rounds.number)
 
     def _roll_over(self) -> None:
         """Turn to the next epoch where this one is over; without set_epoch every epoch would be alike."""
         if self._is_over:
-            will_be_counted = self._received.will_be_counted
             self._begin(self.epoch + 1)
-            self._received.will_be_counted = will_be_counted
 
     def _plan_of(self, epoch: int) -> EpochPlan:
         other = EpochProgress()
@@ -318,12 +311,9 @@ class TokenBatchSampler:
             )
         return float(tokens)
 
-    def _count(self, rounds: int) -> None:
-        self._progress.segments[-1].rounds = rounds
-
     def _fingerprint(self) -> str:
         if self._print is None:
             numbers = {name: value and float(value) for name, value in self.budget.to_dict().items()}
-            told = f"{numbers} {self._mixing} {self._usable.num_dropped}"
-            self._print = f"{len(self.lengths)}-{zlib.crc32(told.encode(), zlib.crc32(self.lengths.tobytes())):08x}"
+            settings = f"{numbers} {self._mixing} {self._usable.num_dropped}"
+            self._print = f"{len(self.lengths)}-{zlib.crc32(settings.encode(), zlib.crc32(self.lengths.tobytes())):08x}"
         return self._print

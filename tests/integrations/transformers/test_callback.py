@@ -20,7 +20,7 @@ from tests.integrations.watched_training import WithLoss, trained_by_transformer
 from tests.noise.regression import expected, seen_by
 from tests.torchrun import told_by_ranks
 
-WORKER = Path(__file__).with_name("watched_worker.py")
+WORKER = Path(__file__).parents[1] / "workers" / "watched_worker.py"
 
 
 def callback_of(**options: Any) -> tuple[BatchwrightCallback, list[str]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from batchwright.integrations.transformers.exact_loss import ExactLoss, exact_loss
 from batchwright.integrations.transformers.fit_trainer import fit_trainer
 from batchwright.integrations.transformers.heads import HeadCheck, check_head
-from batchwright.integrations.transformers.token_batches import use_batch_sampler
+from batchwright.integrations.transformers.token_batches import prepare_loader, use_batch_sampler
 
 if TYPE_CHECKING:
     from batchwright.integrations.transformers.callback import BatchwrightCallback
@@ -20,6 +20,7 @@ __all__ = [
     "check_head",
     "exact_loss",
     "fit_trainer",
+    "prepare_loader",
     "use_batch_sampler",
 ]
 
