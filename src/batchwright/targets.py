@@ -43,18 +43,18 @@ def is_from_users_code(error: BaseException) -> bool:
 
 def users_traceback(error: BaseException) -> TracebackType | None:
     """Return the traceback from the user's first line on: what we did before it helps nobody."""
-    found = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    while found is not None and is_installed_or_ours(found.tb_frame.f_code.co_filename):
-        found = found.tb_next
-    return found
+    frame = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    while frame is not None and is_installed_or_ours(frame.tb_frame.f_code.co_filename):
+        frame = frame.tb_next
+    return frame
 
 
 def users_traceback_text(error: BaseException) -> str:
     """Return the error as Python prints it, from the user's first line on; whole where no line is the user's."""
-    found = users_traceback(error)
-    if found is None and not isinstance(error, SyntaxError):
-        found = error.__traceback__
-    return "".join(traceback.format_exception(type(error), error, found)).rstrip()
+    trace = users_traceback(error)
+    if trace is None and not isinstance(error, SyntaxError):
+        trace = error.__traceback__
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
 
 
 def is_installed_or_ours(filename: str | None) -> bool:
@@ -126,20 +126,20 @@ def load_workload(target: str) -> Workload:
     batchwright.errors.InvalidInputError: a target is written path.py:function or module:function; received 'train.py'.
       try: train.py:workload
     """
-    found = find_target(target)
-    place, function = found.place, found.function
-    with own_arguments(found):
+    named = find_target(target)
+    place, function = named.place, named.function
+    with own_arguments(named):
         module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-        made = getattr(module, function, None)
-        if made is None:
+        factory = getattr(module, function, None)
+        if factory is None:
             public = sorted(name for name in vars(module) if not name.startswith("_"))
             candidates = [name for name in public if _can_be_a_target(vars(module)[name], module)]
             near = ", ".join(candidates[:6]) or "none that takes no arguments"
             raise InvalidInputError(f"'{place}' has no function '{function}'; it has: {near}.")
-        workload = _called(made, found.name) if callable(made) and not isinstance(made, Workload) else made
+        workload = _called(factory, named.name) if callable(factory) and not isinstance(factory, Workload) else factory
     if not isinstance(workload, Workload):
-        raise InvalidInputError(f"{found.name} returned {shortened(workload)}; a batchwright.Workload is expected.")
-    return workload if workload.name != "workload" else replace(workload, name=str(found))
+        raise InvalidInputError(f"{named.name} returned {shortened(workload)}; a batchwright.Workload is expected.")
+    return workload if workload.name != "workload" else replace(workload, name=str(named))
 
 
 def find_target(text: str) -> Target:

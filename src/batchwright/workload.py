@@ -122,13 +122,13 @@ def _text_batch(kind: Any, config: Any, transformers: Any, default: int) -> Any:
             if _is_registered(kind, task, transformers):
                 return {"labels": torch.randint(0, num_classes, (n,))}
         num_classes = config.num_labels if _is_registered(kind, "TOKEN_CLASSIFICATION", transformers) else vocabulary
-        made = {"labels": torch.randint(0, num_classes, (n, length))}
+        extra = {"labels": torch.randint(0, num_classes, (n, length))}
         if "next_sentence_label" in takes:
-            made["next_sentence_label"] = torch.zeros(n, dtype=torch.long)
+            extra["next_sentence_label"] = torch.zeros(n, dtype=torch.long)
         if "decoder_input_ids" in takes and getattr(config, "decoder_start_token_id", None) is None:
             # The model would make them from the labels, but does not know what they start with.
-            made["decoder_input_ids"] = torch.randint(0, vocabulary, (n, length))
-        return made
+            extra["decoder_input_ids"] = torch.randint(0, vocabulary, (n, length))
+        return extra
 
     def batch(n: int, seq_len: int = default) -> dict[str, torch.Tensor]:
         if kind.main_input_name != "input_ids":
@@ -141,8 +141,8 @@ def _text_batch(kind: Any, config: Any, transformers: Any, default: int) -> Any:
                 f"{kind.__name__} takes sequences of up to {longest:,} tokens; received {seq_len:,}.",
                 remedy=f"seq_len={longest}",
             )
-        each = (_NUM_CHOICES, seq_len) if _is_registered(kind, "MULTIPLE_CHOICE", transformers) else (seq_len,)
-        return {"input_ids": torch.randint(0, vocabulary, (n, *each)), **labels(n, seq_len)}
+        size = (_NUM_CHOICES, seq_len) if _is_registered(kind, "MULTIPLE_CHOICE", transformers) else (seq_len,)
+        return {"input_ids": torch.randint(0, vocabulary, (n, *size)), **labels(n, seq_len)}
 
     return batch
 

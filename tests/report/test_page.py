@@ -259,6 +259,6 @@ def test_a_name_does_not_turn_the_words_after_it_around() -> None:
     ],
 )
 def test_the_verdict_of_an_audit_says_what_was_compared(audit: dict[str, object], words: str) -> None:
-    from batchwright.report.page.page import draw_audit
+    from batchwright.report.page.page import AUDIT, draw_section
 
-    assert words in draw_audit({"audit": audit})
+    assert words in draw_section(AUDIT, {"audit": audit})

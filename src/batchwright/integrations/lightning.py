@@ -221,7 +221,7 @@ def _why_no_audit(trainer: Any, module: Any) -> str:
     with without_dropout(module) as places:
         if places:
             return f"dropout is on ({places[0]}); AuditFirstWindow turns it off for that window"
-    if any(hasattr(each, "compute") and hasattr(each, "reset") for each in module.modules()):
+    if any(hasattr(part, "compute") and hasattr(part, "reset") for part in module.modules()):
         return "metrics in the module would count the samples of the first window twice"
     return ""
 
@@ -256,8 +256,8 @@ class AuditFirstWindow(Callback):
 
         def loss(batch: Any) -> Any:
             with _without_logging(pl_module):
-                told = pl_module.training_step(batch, 0)
-            return told["loss"] if isinstance(told, dict) else told
+                output = pl_module.training_step(batch, 0)
+            return output["loss"] if isinstance(output, dict) else output
 
         self._window = FirstWindow(
             pl_module,

@@ -105,8 +105,8 @@ class LiveBatch:
     def metrics(self) -> dict[str, float]:
         """Return the `batch/*` metrics as they stand."""
         known = configured_metrics(self.micro_batch, self.accumulation, self.devices)
-        found = {**known, **batch_metrics(self.critical_batch)}
-        return found if self._waste is None else {**found, WASTE: self._waste}
+        metrics = {**known, **batch_metrics(self.critical_batch)}
+        return metrics if self._waste is None else {**metrics, WASTE: self._waste}
 
     def tell(self, metrics: dict[str, float], step: int, *others: Tracker) -> None:
         """Write metrics to the tracker and to others; before the first of them, and when it changed, the product."""

@@ -60,10 +60,10 @@ def batch_metrics(*results: Any, devices: int | None = None) -> dict[str, float]
     """
     planned = next((result.devices for result in results if isinstance(result, Plan)), None)
     spread = whole_number(devices, "devices") if devices is not None else planned or _num_ranks()
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for result in results:
-        found.update(_of_result(result, spread))
-    return {key: found[key] for key in KEYS if key in found and math.isfinite(found[key])}
+        metrics.update(_of_result(result, spread))
+    return {key: metrics[key] for key in KEYS if key in metrics and math.isfinite(metrics[key])}
 
 
 def effective_batch_text(micro_batch: int | Plan, accumulation: int = 1, devices: int = 1) -> str:
@@ -120,22 +120,22 @@ def _of_result(result: Any, devices: int) -> Mapping[str, float]:
     )
 
 
-def _of_critical_batch(found: CriticalBatch) -> dict[str, float]:
+def _of_critical_batch(critical: CriticalBatch) -> dict[str, float]:
     # Beside batch/effective, which is in samples; where nothing tells them, in what was counted.
-    found = found.in_samples() or found
-    if found.resolved:
-        return {CRITICAL: found.value, CRITICAL_LOW: found.low, CRITICAL_HIGH: found.high}
+    critical = critical.in_samples() or critical
+    if critical.resolved:
+        return {CRITICAL: critical.value, CRITICAL_LOW: critical.low, CRITICAL_HIGH: critical.high}
     # The lower end holds without the upper one; 0 is what an interval begins at that says nothing.
-    return {CRITICAL_LOW: found.low} if found.low > 0 else {}
+    return {CRITICAL_LOW: critical.low} if critical.low > 0 else {}
 
 
 def _of_step(step: Step, devices: int) -> dict[str, float]:
-    found: dict[str, float] = {ACCUMULATION: step.micro_batches / devices, UNITS: step.units}
+    metrics: dict[str, float] = {ACCUMULATION: step.micro_batches / devices, UNITS: step.units}
     if step.samples is not None:
-        found[EFFECTIVE] = step.samples
+        metrics[EFFECTIVE] = step.samples
         # On average: the micro-batches of a window may differ.
-        found[MICRO] = step.samples / step.micro_batches if step.micro_batches else math.nan
-    return found
+        metrics[MICRO] = step.samples / step.micro_batches if step.micro_batches else math.nan
+    return metrics
 
 
 def _num_ranks() -> int:
@@ -206,10 +206,10 @@ class Tracker(ABC):
         try:
             call()
         except Exception as error:
-            told = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self._warn(
                 "",
-                f"{self.name} did not take {what} ({told}). Training goes on; this is said once, and the calls that "
+                f"{self.name} did not take {what} ({reason}). Training goes on; this is said once, and the calls that "
                 f"failed are counted in `failures`.",
             )
 

@@ -1,4 +1,13 @@
-"""A headed table with remarks as HTML: how every result shows itself in a notebook."""
+"""How a result is shown: a summary, a table and remarks, on a terminal, in a pipe or in a notebook.
+
+Every result hands in the same three; what it is drawn on is decided here. Progress goes to stderr: one live line on a
+terminal, plain lines in a pipe.
+
+Promises:
+- a number is never cut or folded: on a terminal that is too narrow the line runs over instead;
+- an answer is coloured on a terminal, plain and unwrapped in a pipe;
+- text of the user's cannot become HTML.
+"""
 
 from __future__ import annotations
 
@@ -12,69 +21,11 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-
-# The one way an answer reaches stdout: coloured on a terminal, plain and unwrapped in a pipe.
+# A heading may hold a line break, for terminals of 80 columns; in HTML that is just a space.
+Columns = list[tuple[str, list[str]]]
 
 # Nothing we draw is wider; rich would otherwise fold tables at 80 columns when nobody looks at them.
 _WIDTH_OF_A_PIPE = 400
-
-
-def render_plain(renderable: RenderableType, *, width: int = _WIDTH_OF_A_PIPE) -> str:
-    """Draw something as plain text: no colour, no trailing spaces.
-
-    >>> render_plain("[bold]43[/bold] samples")
-    '43 samples'
-    """
-    from rich.console import Console
-
-    # A notebook is no terminal either: what is captured there must be the same text.
-    console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False, highlight=False)
-    with console.capture() as capture:
-        console.print(renderable)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
-def print_answer(renderable: RenderableType) -> None:
-    """Print an answer to stdout."""
-    if not sys.stdout.isatty():
-        print(render_plain(renderable))
-        return
-    from rich.console import Console
-
-    # Not cropped: a line that is too long runs over, and no number is cut.
-    Console(highlight=False).print(renderable, crop=False)
-
-
-# Talk while something runs: one live line on a terminal, plain lines in a pipe, always on stderr.
-
-
-class Progress:
-    """Says what is being done; on a terminal the line is overwritten and cleared at the end.
-
-    >>> with Progress() as progress:
-    ...     progress.say("tracing micro-batch 8")
-    """
-
-    def __enter__(self) -> Progress:
-        self._is_live = sys.stderr.isatty()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_live:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-    def say(self, text: str) -> None:
-        """Say one thing."""
-        if self._is_live:
-            print(f"\r\033[K{text} ...", end="", file=sys.stderr, flush=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
-
-
-# A headed table with remarks for the terminal: how every result prints itself.
-#
-# Promises:
-# - a number is never cut or folded: on a terminal that is too narrow the line runs over instead.
 
 
 def draw_table(summary: str, columns: Columns, remarks: Iterable[str], *, left: int = 0) -> RenderableType:
@@ -82,16 +33,16 @@ def draw_table(summary: str, columns: Columns, remarks: Iterable[str], *, left: 
     from rich.console import Group
     from rich.text import Text
 
-    told = [Text(remark) for remark in remarks]
-    if not columns:  # nothing was found: then what is said about it is the answer
-        return Group(Text(summary, style="bold"), *([Text(), *told] if told else []))
+    notes = [Text(remark) for remark in remarks]
+    if not columns:  # without rows the remarks are the answer
+        return Group(Text(summary, style="bold"), *([Text(), *notes] if notes else []))
     heads, *rows = table_lines(columns, left=left)
     lines = [Text(line, no_wrap=True, overflow="ignore") for line in heads.split("\n")]
     lines += [
         Text(row, no_wrap=True, overflow="ignore", style="bold" if number == 0 else "")
         for number, row in enumerate(rows)
     ]
-    return Group(Text(summary, style="bold"), Text(), *lines, Text(), *told)
+    return Group(Text(summary, style="bold"), Text(), *lines, Text(), *notes)
 
 
 def table_lines(columns: Columns, *, left: int = 0) -> list[str]:
@@ -122,10 +73,6 @@ def table_lines(columns: Columns, *, left: int = 0) -> list[str]:
     return ["\n".join([*top, rule]), *rows]
 
 
-# A heading may hold a line break, for terminals of 80 columns; in HTML that is just a space.
-Columns = list[tuple[str, list[str]]]
-
-
 def table_to_html(summary: str, columns: Columns, remarks: Iterable[str]) -> str:
     """Draw a summary, a table and remarks.
 
@@ -148,3 +95,52 @@ def text_to_html(text: str) -> str:
     '<p>loss &lt; 2</p>'
     """
     return f"<p>{html(text)}</p>"
+
+
+def render_plain(renderable: RenderableType, *, width: int = _WIDTH_OF_A_PIPE) -> str:
+    """Draw something as plain text: no colour, no trailing spaces.
+
+    >>> render_plain("[bold]43[/bold] samples")
+    '43 samples'
+    """
+    from rich.console import Console
+
+    # A notebook is no terminal either: what is captured there must be the same text.
+    console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False, highlight=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def print_answer(renderable: RenderableType) -> None:
+    """Print an answer to stdout."""
+    if not sys.stdout.isatty():
+        print(render_plain(renderable))
+        return
+    from rich.console import Console
+
+    # Not cropped: a line that is too long runs over, and no number is cut.
+    Console(highlight=False).print(renderable, crop=False)
+
+
+class Progress:
+    """Prints what is being done; on a terminal the line is overwritten, and cleared at the end.
+
+    >>> with Progress() as progress:
+    ...     progress.say("tracing micro-batch 8")
+    """
+
+    def __enter__(self) -> Progress:
+        self._is_live = sys.stderr.isatty()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_live:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        if self._is_live:
+            print(f"\r\033[K{text} ...", end="", file=sys.stderr, flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)

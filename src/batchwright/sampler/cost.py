@@ -91,11 +91,11 @@ class Budget:
         >>> Budget(16_384, multiple_of=8).most_samples(np.array([100, 4096]))
         array([160,   4])
         """
-        room, each = float(self.limit) - self.cost.fixed, self.cost.of_sample(longest)
+        room, per_sample = float(self.limit) - self.cost.fixed, self.cost.of_sample(longest)
         # Rounding may have gone either way: one more if that fits as well, one less if this does not.
-        most = np.clip(np.floor(room / each), 0, LARGEST_COUNT).astype(np.int64)
-        most += (most + 1) * each <= room
-        most -= (most > 0) & (most * each > room)
+        most = np.clip(np.floor(room / per_sample), 0, LARGEST_COUNT).astype(np.int64)
+        most += (most + 1) * per_sample <= room
+        most -= (most > 0) & (most * per_sample > room)
         if self.max_samples is not None:
             np.minimum(most, self.max_samples, out=most)
         if self.multiple_of > 1:

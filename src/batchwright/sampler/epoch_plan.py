@@ -134,17 +134,17 @@ def _sorted(
 
 def _cut(padded: Numbers, budget: Budget, ends: Numbers) -> Numbers:
     """Walk all groups at once, each from batch to batch, and return where batches start."""
-    at, stops, found = np.concatenate(([0], ends[:-1])), ends, []
+    at, stops, starts = np.concatenate(([0], ends[:-1])), ends, []
     # How many fit is looked up: by length where there are fewer lengths than samples, else by sample.
     longest = int(padded.max())
     by_length = longest < len(padded)
     most = np.maximum(budget.most_samples(np.arange(1, longest + 1) if by_length else padded), 1)
     while len(at):
-        found.append(at)
+        starts.append(at)
         at = at + (most[padded[at] - 1] if by_length else most[at])
         is_left = at < stops
         at, stops = at[is_left], stops[is_left]
-    return np.sort(np.concatenate(found))
+    return np.sort(np.concatenate(starts))
 
 
 def _cut_by_two(first: Numbers, second: Numbers, budget: Budget, ends: Numbers) -> Numbers:
@@ -153,10 +153,10 @@ def _cut_by_two(first: Numbers, second: Numbers, budget: Budget, ends: Numbers) 
     The longest second length of a stretch bounds that of a batch within it. So each batch begins with what its whole
     group allows, is tried at stretches that double, and takes the most samples that some stretch allows.
     """
-    at, stops, found = np.concatenate(([0], ends[:-1])), ends, []
+    at, stops, starts = np.concatenate(([0], ends[:-1])), ends, []
     bound = np.maximum.reduceat(second, at)
     while len(at):
-        found.append(at)
+        starts.append(at)
         best = np.minimum(np.maximum(budget.most_samples(first[at] + bound), 1), stops - at)
         reach = 2 * best
         open_ones = np.arange(len(at))
@@ -175,7 +175,7 @@ def _cut_by_two(first: Numbers, second: Numbers, budget: Budget, ends: Numbers) 
         at = at + best
         is_left = at < stops
         at, stops, bound = at[is_left], stops[is_left], bound[is_left]
-    return np.sort(np.concatenate(found))
+    return np.sort(np.concatenate(starts))
 
 
 def _classes(second: Numbers, num_classes: int) -> Numbers:
@@ -279,8 +279,8 @@ def _parts(sizes: Numbers, more: int) -> list[int]:
     np.minimum(parts, sizes, out=parts)
     for _ in range(len(sizes) + more - int(parts.sum())):
         parts[np.argmax(np.where(sizes > parts, sizes / parts, 0.0))] += 1
-    found: list[int] = parts.tolist()
-    return found
+    numbers: list[int] = parts.tolist()
+    return numbers
 
 
 def _pieces(cut: CutOrder, start: int, stop: int, parts: int) -> Numbers:
@@ -313,8 +313,8 @@ class EpochPlan:
 
     def batch(self, index: int, rank: int) -> list[int]:
         """Return the samples of one rank in one round."""
-        found: list[int] = self.samples[self.rounds.starts[index, rank] : self.rounds.stops[index, rank]].tolist()
-        return found
+        batch: list[int] = self.samples[self.rounds.starts[index, rank] : self.rounds.stops[index, rank]].tolist()
+        return batch
 
     def left_after(self, num_rounds: int) -> Numbers:
         """Return the samples that the first rounds leave over."""
@@ -360,9 +360,9 @@ class EpochPlan:
         in_order = np.argsort(flat, kind="stable")
         unique, back = np.unique(flat[in_order], return_inverse=True)
         total = sum(how.reduceat(self.lengths[self.samples, column], unique) for column in range(self.lengths.shape[1]))
-        found = np.empty(len(flat), np.int64)
-        found[in_order] = np.asarray(total)[back]
-        return found.reshape(shape) * self._real
+        reduced = np.empty(len(flat), np.int64)
+        reduced[in_order] = np.asarray(total)[back]
+        return reduced.reshape(shape) * self._real
 
 
 @dataclass

@@ -87,11 +87,11 @@ def _not_negative(rows: np.ndarray[Any, Any]) -> list[float]:
             and part[list(subset).index(max(subset))] > 0
             and (best is None or error < best[0] - 1e-15)
         ):
-            found = [0.0, 0.0, 0.0]
+            coefficients = [0.0, 0.0, 0.0]
             for index, value in zip(subset, part.tolist(), strict=True):
-                found[index] = value
-            if found[1] or found[2]:
-                best = (error, found)
+                coefficients[index] = value
+            if coefficients[1] or coefficients[2]:
+                best = (error, coefficients)
     assert best is not None, "one positive column always has a positive solution"
     return best[1]
 
@@ -119,14 +119,14 @@ def certified_sampler(
         batches = extreme_batches(sampler)
         for samples, length in batches:
             shape = {**{key: value for key, value in fit.shape.items() if key != name}, name: length}
-            found = run_fit(workload, on=fit.on, memory=int(limit), limit=samples, shapes=shape, cache=False)
-            ran = found.micro_batch or 0
+            answer = run_fit(workload, on=fit.on, memory=int(limit), limit=samples, shapes=shape, cache=False)
+            ran = answer.micro_batch or 0
             if ran < samples:
                 break
         else:
             check_that_ranks_agree(budget, place)
-            said = " and ".join(f"{counted(samples, 'sample')} of {length:,}" for samples, length in batches)
-            sampler.certified = f"{said} ran on {fit.on} within {format_bytes(limit)}" if batches else None
+            proof = " and ".join(f"{counted(samples, 'sample')} of {length:,}" for samples, length in batches)
+            sampler.certified = f"{proof} ran on {fit.on} within {format_bytes(limit)}" if batches else None
             return sampler
         # What ran is the new bound at this length, and the cost carries it to the others.
         budget = min(float(cost.of(np.array([ran]), np.array([length]))[0]), budget * 0.98)
@@ -152,9 +152,10 @@ def check_that_ranks_agree(budget: float, place: tuple[int, int]) -> None:
     dist.all_gather(rows, mine)
     budgets = [float(row) for row in rows]
     if len(set(budgets)) > 1:
-        told = ", ".join(format_bytes(one) for one in budgets)
+        amounts = ", ".join(format_bytes(one) for one in budgets)
         raise InvalidInputError(
-            f"ranks have measured different budgets: {told}.", remedy="one fit, handed to all ranks, and its smallest"
+            f"ranks have measured different budgets: {amounts}.",
+            remedy="one fit, handed to all ranks, and its smallest",
         )
 
 
@@ -167,8 +168,8 @@ def extreme_batches(sampler: TokenBatchSampler) -> list[tuple[int, int]]:
     lengths = np.sort(sampler.planned.lengths[sampler.planned.samples, 0])
     if not len(lengths):
         return []
-    each, counts = np.unique(lengths, return_counts=True)
-    most = np.minimum(np.maximum(sampler.budget.most_samples(each), 1), np.cumsum(counts))
-    costliest = int(np.argmax(sampler.budget.cost.of(most, each)))
-    chosen = dict.fromkeys((costliest, len(each) - 1, len(each) // 2, 0))
-    return [(int(most[index]), int(each[index])) for index in chosen]
+    values, counts = np.unique(lengths, return_counts=True)
+    most = np.minimum(np.maximum(sampler.budget.most_samples(values), 1), np.cumsum(counts))
+    costliest = int(np.argmax(sampler.budget.cost.of(most, values)))
+    chosen = dict.fromkeys((costliest, len(values) - 1, len(values) // 2, 0))
+    return [(int(most[index]), int(values[index])) for index in chosen]

@@ -94,14 +94,14 @@ def measure_lengths(
                 remedy="delete the file, and they are measured anew",
             )
         return known
-    found, last = [], time.monotonic()
+    measured, last = [], time.monotonic()
     say = progress or (lambda text: print(text, file=sys.stderr))
     for index in range(number):
         if time.monotonic() - last > _SECONDS_BETWEEN:
             last = time.monotonic()
             say(f"measuring lengths: {index:,} of {counted(number, 'sample')}")
-        found.append(length_of(dataset[index]))
-    lengths = read_lengths(found)
+        measured.append(length_of(dataset[index]))
+    lengths = read_lengths(measured)
     if file is not None:
         # Written aside and moved, so that no other rank reads half of it.
         content = io.BytesIO()

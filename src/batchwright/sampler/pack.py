@@ -61,8 +61,8 @@ class Packing:
         """Return the samples of a row, or of each of several."""
         if isinstance(row, slice):
             return [self[index] for index in range(*row.indices(len(self)))]
-        found: list[int] = self._samples(row).tolist()
-        return found
+        samples: list[int] = self._samples(row).tolist()
+        return samples
 
     def __iter__(self) -> Iterator[list[int]]:
         return (self[row] for row in range(len(self)))
@@ -158,14 +158,14 @@ def _best_fit(sizes: Numbers, room: int) -> tuple[Numbers, int]:
                 group = num_rows + np.arange(-(-(count - done) // (room // length)))
                 num_rows += len(group)
             # The fullest row with room stays the fullest as long as it takes more of this length.
-            each = min(left // length, count - done)
-            used = min(len(group), -(-(count - done) // each))
-            placed = min(count - done, used * each)
-            row_of[samples[done : done + placed]] = np.repeat(group[:used], each)[:placed]
+            in_each = min(left // length, count - done)
+            used = min(len(group), -(-(count - done) // in_each))
+            placed = min(count - done, used * in_each)
+            row_of[samples[done : done + placed]] = np.repeat(group[:used], in_each)[:placed]
             done += placed
-            last = placed - (used - 1) * each
+            last = placed - (used - 1) * in_each
             for some, remaining in (
-                (group[: used - 1], left - each * length),
+                (group[: used - 1], left - in_each * length),
                 (group[used - 1 : used], left - last * length),
                 (group[used:], left),
             ):

@@ -152,8 +152,8 @@ class TrainerProbes:
                     yield
             finally:
                 with uninterrupted():
-                    for found in self._found:
-                        found.put_back()
+                    for state in self._found:
+                        state.put_back()
                     self._state.restore()
 
     def restored(self) -> Restored:

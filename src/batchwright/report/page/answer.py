@@ -23,11 +23,11 @@ def answer_sentence(run: Data) -> str:
     >>> answer_sentence({"recommendation": {"micro_batch": 8, "accumulation": 4, "devices": 2, "effective_batch": 64}})
     'Train with an effective batch of 64: micro-batches of 8, 4 of them per step on each of 2 devices.'
     """
-    found = section_of(run, "recommendation")
-    effective, micro, accumulation, devices = _four(found)
+    advice = section_of(run, "recommendation")
+    effective, micro, accumulation, devices = _four(advice)
     if effective is not None:
         split = "" if micro is None else f": {_split(micro, accumulation, devices)}"
-        rate = number_in(found, "learning_rate", "recommended")
+        rate = number_in(advice, "learning_rate", "recommended")
         return f"Train with an effective batch of {figures.count(effective)}{split}{_at_rate(rate)}."
     if micro is not None:
         return f"Train with micro-batches of {figures.count(micro)}; which effective batch is best was not found."
@@ -39,16 +39,16 @@ def answer_sentence(run: Data) -> str:
 
 def draw_answer(run: Data) -> Html:
     """Return the top of the page: the sentence, the product and the numbers around it."""
-    found = section_of(run, "recommendation")
+    advice = section_of(run, "recommendation")
     pieces = [element("p", _unbroken(answer_sentence(run)), class_="answer")]
     if run.get("finished") is False:
         pieces.append(
             element("p", "This run was not finished. What it had measured until then is here.", class_="missing")
         )
-    if found is None:
+    if advice is None:
         pieces.append(missing(why_missing(run, "recommendation")))
     else:
-        pieces += [_product(run, found), _around(run, found)]
+        pieces += [_product(run, advice), _around(run, advice)]
     return element("section", *pieces, id="answer", aria_label="The answer")
 
 
@@ -58,29 +58,29 @@ def _unbroken(sentence: str) -> Html:
 
 
 def _split(micro: float, accumulation: float | None, devices: float | None) -> str:
-    each = f"micro-batches of {figures.count(micro)}"
+    sizes = f"micro-batches of {figures.count(micro)}"
     steps = "" if accumulation is None else f", {figures.count(accumulation)} of them per step"
     if accumulation == 1:
         steps = ", one per step"
     if devices is None:
-        return f"{each}{steps}"
-    return f"{each}{steps} on {'one device' if devices == 1 else f'each of {figures.count(devices)} devices'}"
+        return f"{sizes}{steps}"
+    return f"{sizes}{steps} on {'one device' if devices == 1 else f'each of {figures.count(devices)} devices'}"
 
 
 def _at_rate(rate: float | None) -> str:
     return "" if rate is None else f", at a learning rate of {figures.small(rate)}"
 
 
-def _four(found: Data | None) -> tuple[float | None, float | None, float | None, float | None]:
+def _four(advice: Data | None) -> tuple[float | None, float | None, float | None, float | None]:
     effective, micro, accumulation, devices = (
-        number_in(found, key) for key in ("effective_batch", "micro_batch", "accumulation", "devices")
+        number_in(advice, key) for key in ("effective_batch", "micro_batch", "accumulation", "devices")
     )
     return effective, micro, accumulation, devices
 
 
-def _product(run: Data, found: Data) -> Html:
-    effective, micro, accumulation, devices = _four(found)
-    source = text_in(found, "source")
+def _product(run: Data, advice: Data) -> Html:
+    effective, micro, accumulation, devices = _four(advice)
+    source = text_in(advice, "source")
     terms = (
         ("", micro, "micro-batch", micro_batch_source(run)),
         ("\N{MULTIPLICATION SIGN}", accumulation, "accumulation", "formula"),
@@ -102,33 +102,33 @@ def _product(run: Data, found: Data) -> Html:
 
 def micro_batch_source(run: Data) -> str:
     """Return where the recommended micro-batch comes from: measured only where a step of at least its size ran."""
-    found, fit = section_of(run, "recommendation"), section_of(run, "fit")
-    size, fits = number_in(found, "micro_batch"), number_in(fit, "micro_batch")
+    advice, fit = section_of(run, "recommendation"), section_of(run, "fit")
+    size, fits = number_in(advice, "micro_batch"), number_in(fit, "micro_batch")
     if size is not None and fits is not None and size <= fits:
         return "measured" if mapping_in(run, "fit").get("certified") is True else "predicted"
-    return text_in(found, "source")
+    return text_in(advice, "source")
 
 
-def _around(run: Data, found: Data) -> Html:
+def _around(run: Data, advice: Data) -> Html:
     """Return the numbers that go with the answer; those nobody knows are left out."""
     facts: list[tuple[str, str]] = []
-    rate = mapping_in(found, "learning_rate")
+    rate = mapping_in(advice, "learning_rate")
     if (value := number_in(rate, "recommended")) is not None:
         span = figures.interval(*(figures.small(number_in(rate, end)) for end in ("low", "high")))
         source = text_in(rate, "source") or "formula"
         facts.append(("learning rate", joined([figure_with(figures.small(value), source, span), _was(rate)])))
     if (ends := good_range(run)) is not None:
         text = " to ".join(figures.count(end) for end in ends)
-        chosen = number_in(found, "effective_batch")
+        chosen = number_in(advice, "effective_batch")
         is_inside = chosen is None or ends[0] <= chosen <= ends[1]
         name = f"{'as good' if is_inside else 'soonest'}, within 5\N{NO-BREAK SPACE}%"
         facts.append((name, figure_with(text, "predicted")))
-    critical = mapping_in(found, "critical_batch")
+    critical = mapping_in(advice, "critical_batch")
     if critical:
-        facts.append(("critical batch", _critical(critical, text_in(found, "critical_batch_from"))))
-    if (step := number_in(found, "seconds_per_step")) is not None:
-        where = "measured" if _was_timed(run, found) else "predicted"
-        rate_text = number_in(found, "samples_per_second")
+        facts.append(("critical batch", _critical(critical, text_in(advice, "critical_batch_from"))))
+    if (step := number_in(advice, "seconds_per_step")) is not None:
+        where = "measured" if _was_timed(run, advice) else "predicted"
+        rate_text = number_in(advice, "samples_per_second")
         facts.append(("one step takes", figure_with(figures.seconds(step), where)))
         if rate_text is not None:
             facts.append(("samples per second", figure_with(figures.count(rate_text), where)))
@@ -154,10 +154,10 @@ def _critical(critical: Data, where_from: str) -> Html:
     return joined([figure_with(shown, "measured", span), aside])
 
 
-def _was_timed(run: Data, found: Data) -> bool:
-    wanted = [number_in(found, key) for key in ("micro_batch", "accumulation")]
+def _was_timed(run: Data, advice: Data) -> bool:
+    wanted = [number_in(advice, key) for key in ("micro_batch", "accumulation")]
     timed = section_of(run, "throughput")
-    rows = rows_in(timed, "rows") if number_in(timed, "devices") == number_in(found, "devices") else []
+    rows = rows_in(timed, "rows") if number_in(timed, "devices") == number_in(advice, "devices") else []
     return any([number_in(row, key) for key in ("micro_batch", "accumulation")] == wanted for row in rows)
 
 

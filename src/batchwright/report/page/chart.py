@@ -197,24 +197,24 @@ class Chart:
         places = " ".join(f"{x:g},{y:g}" for x, y in points)
         self.pieces.append(Html(f'<polygon class="{html(style)}" points="{places}"/>'))
 
-    def bar(self, left: float, top: float, right: float, bottom: float, style: str, told: str = "") -> None:
+    def bar(self, left: float, top: float, right: float, bottom: float, style: str, label: str = "") -> None:
         """Fill a rectangle; `told` is said where the pointer rests on it."""
         size = f'x="{left:g}" y="{top:g}" width="{max(right - left, 0):g}" height="{max(bottom - top, 0):g}"'
-        title = element("title", told) if told else ""
+        title = element("title", label) if label else ""
         self.pieces.append(Html(f'<rect class="{html(style)}" {size}>{title}</rect>'))
 
-    def dot(self, at: Point, style: str, told: str = "", radius: float = 4) -> None:
+    def dot(self, at: Point, style: str, label: str = "", radius: float = 4) -> None:
         """Draw a point."""
-        title = element("title", told) if told else ""
+        title = element("title", label) if label else ""
         self.pieces.append(
             Html(f'<circle class="{html(style)}" cx="{at[0]:g}" cy="{at[1]:g}" r="{radius:g}">{title}</circle>')
         )
         self.taken.append(Box(at[0] - radius, at[1] - radius, at[0] + radius, at[1] + radius))
 
-    def cross(self, at: Point, style: str, told: str = "") -> None:
+    def cross(self, at: Point, style: str, label: str = "") -> None:
         """Draw a cross."""
         x, y = at
-        title = element("title", told) if told else ""
+        title = element("title", label) if label else ""
         path = f"M{x - 4.5:g},{y - 4.5:g}l9,9m0,-9l-9,9"
         self.pieces.append(Html(f'<path class="{html(style)}" d="{path}">{title}</path>'))
         self.taken.append(Box(x - 5, y - 5, x + 5, y + 5))
@@ -287,7 +287,7 @@ class Chart:
 def text_width(text: str, style: str = "") -> float:
     """Return about how wide a text is, in pixels; characters of East Asia take two places."""
     letter = _BOLD_LETTER if "strong" in style else _LETTER
-    return sum(letter if ord(each) < 0x2E80 else 2 * letter for each in text)
+    return sum(letter if ord(character) < 0x2E80 else 2 * letter for character in text)
 
 
 def at_both_widths(draw: Callable[[float], Chart]) -> Html:

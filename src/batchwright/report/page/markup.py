@@ -7,13 +7,16 @@ Promises:
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchwright.report.page.figures import UNKNOWN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+    from batchwright.report.page.run_reading import Data
 
 
 MARKS = {
@@ -116,6 +119,21 @@ def _plain(heading: str) -> Html:
     """Return a heading without its elements, a mark in brackets."""
     with_marks = re.sub(r'<span class="mark[^>]*>(\w+)</span>', r"(\1)", html(heading))
     return Html(re.sub(r"<[^>]*>", "", with_marks))
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the page: its heading, the stage of the run that it shows, and how."""
+
+    name: str
+    heading: str
+    stage: str
+    draw: Callable[[Any, Data], list[str]]
+    """From the stage's record, and the run, to the pieces below the heading."""
+    below: Callable[[Data], Html] | None = None
+    """What stands at its end also if the stage is not in the run."""
+    is_always_drawn: bool = False
+    """Whether it is drawn, with None for the record, if the stage is not in the run."""
 
 
 def section(name: str, heading: str, *content: str) -> Html:

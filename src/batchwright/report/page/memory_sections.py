@@ -1,4 +1,4 @@
-"""What a step holds in memory: the parts of the predicted peak, stacked against what there is."""
+"""The sections about memory: what a step holds, by parts, and what fits, probe by probe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchwright.report.page.chart import (
     size_ticks,
     text_width,
 )
-from batchwright.report.page.markup import Html, element, figure_with, joined, missing, remarks, section, table
+from batchwright.report.page.markup import Html, Section, element, figure_with, joined, missing, remarks, table
 from batchwright.report.page.run_reading import (
     Data,
     MemoryParts,
@@ -26,39 +26,35 @@ from batchwright.report.page.run_reading import (
     memory_parts,
     number_in,
     peaks,
-    section_of,
     text_in,
     texts_in,
     why_missing,
 )
 
-# What fits: peak against micro-batch, each probe of the fit, and the line that was predicted.
-
-_FIT_HEADING = "What fits"
 OUT = "out_of_memory"
 
 
-def draw_fit(run: Data) -> Html:
-    """Return the section."""
-    found, shown = section_of(run, "fit"), peaks(run)
-    if found is None:
-        return section("fit", _FIT_HEADING, missing(why_missing(run, "fit")))
+def _draw_fit(record: Data, run: Data) -> list[str]:
+    shown = peaks(run)
     chart: list[str] = [] if shown is None else [at_both_widths(partial(_fit_chart, shown)), _legend(shown)]
-    return section("fit", _FIT_HEADING, _fit_lead(found, shown), *chart, remarks(texts_in(found, "notes")))
+    return [_fit_lead(record, shown), *chart, remarks(texts_in(record, "notes"))]
 
 
-def _fit_lead(found: Data, shown: Peaks | None) -> Html:
-    size = number_in(found, "micro_batch")
-    certified = found.get("certified") is True
+FIT = Section("fit", "What fits", "fit", _draw_fit)
+
+
+def _fit_lead(record: Data, shown: Peaks | None) -> Html:
+    size = number_in(record, "micro_batch")
+    certified = record.get("certified") is True
     if size is None:
-        return element("p", f"No micro-batch was found to fit. {_sentence(text_in(found, 'reason'))}", class_="lead")
+        return element("p", f"No micro-batch was found to fit. {_sentence(text_in(record, 'reason'))}", class_="lead")
     source = "measured" if certified else "predicted"
     pieces = ["The largest micro-batch is ", figure_with(figures.count(size), source)]
     pieces.append(": a full step of that size ran" if certified else ", not certified: no step of that size ran")
-    room = number_in(found, "headroom_bytes")
+    room = number_in(record, "headroom_bytes")
     if room is not None:
         pieces += [" and left ", figure_with(figures.memory(room), source), " free"]
-    reason = text_in(found, "reason")
+    reason = text_in(record, "reason")
     return element("p", joined(pieces), ". ", _sentence(reason), class_="lead")
 
 
@@ -91,20 +87,20 @@ def _fit_chart(shown: Peaks, width: float) -> Chart:
     if answer is not None and answer.peak_bytes is not None:
         at = (across(answer.micro_batch), up(answer.peak_bytes))
         chart.dot(at, f"ring {'measured' if shown.is_certified else 'predicted'}", radius=8)
-        told = f"{figures.count(answer.micro_batch)}{' certified' if shown.is_certified else ' predicted'}"
-        chart.beside(at, told, "note strong", first="below")
+        label = f"{figures.count(answer.micro_batch)}{' certified' if shown.is_certified else ' predicted'}"
+        chart.beside(at, label, "note strong", first="below")
     return chart
 
 
 def _draw_limit(chart: Chart, limit: float, scales: tuple[Scale, Scale], *, is_far: bool) -> None:
     across, up = scales
-    told = f"{figures.memory(limit)} available"
+    label = f"{figures.memory(limit)} available"
     if is_far:
-        chart.text((across.end, up.end - 14), f"{told}, far above", "note strong", "end")
+        chart.text((across.end, up.end - 14), f"{label}, far above", "note strong", "end")
         return
     y = up(limit)
     chart.line([(across.start, y), (across.end, y)], "limit")
-    chart.text((across.start + 6, y - 7), told, "note strong", "start")
+    chart.text((across.start + 6, y - 7), label, "note strong", "start")
     chart.keep_free([(across.start, y), (across.end, y)])
 
 
@@ -155,7 +151,6 @@ def _legend(shown: Peaks) -> Html:
     return legend(*entries)
 
 
-_MEMORY_HEADING = "What a step holds in memory"
 MEANINGS = {
     "weights": "the parameters",
     "gradients": "held at that moment",
@@ -169,29 +164,24 @@ MEANINGS = {
 }
 
 
-def draw_memory(run: Data) -> Html:
-    """Return the section."""
+def _draw_memory(record: Data, run: Data) -> list[str]:
     shown = memory_parts(run)
     if shown is None:
-        return section("memory", _MEMORY_HEADING, missing(why_missing(run, "estimate")))
-    found = section_of(run, "estimate")
-    return section(
-        "memory",
-        _MEMORY_HEADING,
-        _memory_lead(shown, found),
-        at_both_widths(partial(_memory_chart, shown)),
-        _parts(shown),
-        remarks(texts_in(found, "notes")),
-    )
+        return [missing(why_missing(run, "estimate"))]
+    chart = at_both_widths(partial(_memory_chart, shown))
+    return [_memory_lead(shown, record), chart, _parts(shown), remarks(texts_in(record, "notes"))]
 
 
-def _memory_lead(shown: MemoryParts, found: Data | None) -> Html:
+MEMORY = Section("memory", "What a step holds in memory", "estimate", _draw_memory)
+
+
+def _memory_lead(shown: MemoryParts, record: Data | None) -> Html:
     size = "" if shown.micro_batch is None else f"At micro-batch {figures.count(shown.micro_batch)} the "
     peak = figure_with(figures.memory(shown.peak_bytes), shown.source)
     pieces: list[str] = [f"{size or 'The '}peak is ", peak]
     if shown.limit_bytes is not None:
         pieces += [" of ", figure_with(figures.memory(shown.limit_bytes), "given")]
-    moment = mapping_in(found, "peak_at")
+    moment = mapping_in(record, "peak_at")
     if text_in(moment, "phase"):
         operator = text_in(moment, "operator").removeprefix("aten.")
         pieces += [
@@ -202,11 +192,11 @@ def _memory_lead(shown: MemoryParts, found: Data | None) -> Html:
 
 
 def _memory_chart(shown: MemoryParts, width: float) -> Chart:
-    told = ", ".join(f"{name} {figures.memory(size)}" for name, size in shown.parts)
+    label = ", ".join(f"{name} {figures.memory(size)}" for name, size in shown.parts)
     used = max(shown.peak_bytes, shown.upper_bytes or 0, sum(size for _, size in shown.parts))
     # Of a card that is mostly empty the parts would be slivers: they are drawn once more below, larger.
     is_sliver = is_far_below(used, shown.limit_bytes)
-    chart = Chart(width, 192 if is_sliver else 122, label=f"Parts of the peak: {told}")
+    chart = Chart(width, 192 if is_sliver else 122, label=f"Parts of the peak: {label}")
     whole = Scale(0, max(used, shown.limit_bytes or 0) * 1.04, 1, width - 1)
     if is_sliver:
         close = Scale(0, used * 1.04, 1, width - 1)
@@ -271,5 +261,6 @@ def _parts(shown: MemoryParts) -> Html:
         ("at the peak", [figures.memory(size) for _, size in shown.parts]),
     ]
     if any(growth):
-        columns.append(("per further sample", [figures.memory(each) if each else figures.UNKNOWN for each in growth]))
+        cells = [figures.memory(size) if size else figures.UNKNOWN for size in growth]
+        columns.append(("per further sample", cells))
     return table(columns, label="Table of parts")

@@ -13,13 +13,13 @@ import hashlib
 import re
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
 from batchwright.report.page import figures
 from batchwright.report.page.answer import draw_answer, subtitle
 from batchwright.report.page.markup import (
     MARKS,
     Html,
+    Section,
     breakable,
     element,
     figure_with,
@@ -31,7 +31,7 @@ from batchwright.report.page.markup import (
     section,
     table,
 )
-from batchwright.report.page.memory_sections import draw_fit, draw_memory
+from batchwright.report.page.memory_sections import FIT, MEMORY
 from batchwright.report.page.run_reading import (
     Data,
     mapping_in,
@@ -42,13 +42,7 @@ from batchwright.report.page.run_reading import (
     texts_in,
     why_missing,
 )
-from batchwright.report.page.time_sections import draw_critical, draw_speed, draw_time
-
-if TYPE_CHECKING:
-    from batchwright.report.page.run_reading import Data
-
-
-# The page's style sheet, which is put into the page.
+from batchwright.report.page.time_sections import CRITICAL, SPEED, TIME
 
 
 @cache
@@ -61,10 +55,6 @@ def style_sheet() -> str:
     text = files("batchwright.report.page").joinpath("page.css").read_text(encoding="utf-8")
     return re.sub(r"/\*.*?\*/\s*", "", text, flags=re.DOTALL).strip()
 
-
-# What to paste: the settings in each framework's own words, with a button that copies them.
-
-_CONFIG_HEADING = "What to paste"
 
 # All the script there is. Without it, or where a browser keeps the clipboard from files, the text can be selected.
 SCRIPT = """
@@ -90,20 +80,18 @@ for (const button of document.querySelectorAll("button.copy")) {
 """.strip()
 
 
-def draw_configs(run: Data) -> Html:
-    """Return the section."""
-    found = section_of(run, "recommendation")
-    texts = {name: text_in(found, "configs", name) for name in mapping_in(found, "configs")}
+def _draw_configs(record: Data, run: Data) -> list[str]:
+    texts = {name: text_in(record, "configs", name) for name in mapping_in(record, "configs")}
     texts = {name: text for name, text in texts.items() if text}
     if not texts:
-        reason = "nothing was recommended" if found is not None else why_missing(run, "recommendation")
-        return section("config", _CONFIG_HEADING, missing(reason))
-    return section(
-        "config", _CONFIG_HEADING, *(_one(name, text, number == 0) for number, (name, text) in enumerate(texts.items()))
-    )
+        return [missing("nothing was recommended")]
+    return [_draw_config(name, text, number == 0) for number, (name, text) in enumerate(texts.items())]
 
 
-def _one(name: str, text: str, is_first: bool) -> Html:
+CONFIGS = Section("config", "What to paste", "recommendation", _draw_configs)
+
+
+def _draw_config(name: str, text: str, is_first: bool) -> Html:
     # Out of sight until the script runs; the rest of its name is for those who hear it.
     words = joined([element("span", "Copy"), element("span", f" the settings for {name}", class_="unseen")])
     button = Html(f'<button type="button" class="copy" hidden>{words}</button>')
@@ -112,9 +100,6 @@ def _one(name: str, text: str, is_first: bool) -> Html:
     return Html(f"<details{' open' if is_first else ''}>{inside}</details>")
 
 
-# What this rests on: reasons, assumptions, what is missing, and what the marks mean.
-
-_RESTS_HEADING = "What this rests on"
 # As a person calls them; the order in which a run is made.
 STAGES = {
     "workload": "what was tuned",
@@ -129,22 +114,23 @@ STAGES = {
 }
 
 
-def draw_rests(run: Data) -> Html:
-    """Return the section."""
-    found = section_of(run, "recommendation")
+def _draw_rests(record: Data | None, run: Data) -> list[str]:
     # Branches are trained only where asked for, so a file may say nothing of them.
-    asked = [name for name in STAGES if name != "branches" or name in run]
-    gone = [f"{STAGES[name]}: {why_missing(run, name)}" for name in asked if section_of(run, name) is None]
-    rule = text_in(found, "learning_rate", "rule")
+    expected = [name for name in STAGES if name != "branches" or name in run]
+    gone = [f"{STAGES[name]}: {why_missing(run, name)}" for name in expected if section_of(run, name) is None]
+    rule = text_in(record, "learning_rate", "rule")
     lists = (
-        ("Why", texts_in(found, "reasons")),
-        ("Taken for granted", texts_in(found, "assumes")),
+        ("Why", texts_in(record, "reasons")),
+        ("Taken for granted", texts_in(record, "assumes")),
         ("The learning rate", [rule] if rule else []),
         ("Not in this run", gone),
-        ("To know", texts_in(found, "notes")),
+        ("To know", texts_in(record, "notes")),
     )
     pieces = [joined([element("h3", title), remarks(lines)]) for title, lines in lists if lines]
-    return section("rests", _RESTS_HEADING, *pieces, _marks())
+    return [*pieces, _marks()]
+
+
+RESTS = Section("rests", "What this rests on", "recommendation", _draw_rests, is_always_drawn=True)
 
 
 def _marks() -> Html:
@@ -161,7 +147,7 @@ def draw_footer(run: Data) -> Html:
         if (version := text_in(work, key))
     ]
     took = [number_in(work, "seconds", stage) for stage in mapping_in(work, "seconds")]
-    in_all = sum(each for each in took if each is not None)
+    in_all = sum(seconds for seconds in took if seconds is not None)
     first = [*versions, figures.date(text_in(run, "created")), f"took {figures.seconds(in_all)}" if in_all else ""]
     target = text_in(work, "target")
     command = text_in(run, "command") or text_in(work, "command") or (f"batchwright tune {target}" if target else "")
@@ -172,9 +158,6 @@ def draw_footer(run: Data) -> Html:
     )
 
 
-# Is accumulation right: the audit's verdict, and each split it compared.
-
-_AUDIT_HEADING = "Is accumulation right?"
 _VERDICTS: dict[bool | None, tuple[str, str, str]] = {
     True: ("Yes.", "The accumulated gradient is that of the big batch", "good"),
     False: ("No.", "The accumulated gradient is not that of the big batch", "bad"),
@@ -182,46 +165,48 @@ _VERDICTS: dict[bool | None, tuple[str, str, str]] = {
 }
 
 
-def draw_audit(run: Data) -> Html:
-    """Return the section."""
-    found = section_of(run, "audit")
-    if found is None:
-        return section("audit", _AUDIT_HEADING, missing(why_missing(run, "audit")))
-    pieces: list[str] = [_verdict(found)]
+def _draw_audit(record: Data, run: Data) -> list[str]:
+    pieces: list[str] = [_verdict(record)]
     for name, key in (("Why", "explanation"), ("What to do", "remedy")):
-        words = text_in(found, key)
+        words = text_in(record, key)
         if words:
             pieces.append(element("p", element("b", f"{name}: "), words))
-    pieces += [_splits(found), remarks(texts_in(found, "notes"))]
-    return section("audit", _AUDIT_HEADING, *pieces)
+    return [*pieces, _splits(record), remarks(texts_in(record, "notes"))]
 
 
-def _verdict(found: Data) -> Html:
-    exact, source = found.get("exact"), text_in(found, "source") or "measured"
-    word, told, style = _VERDICTS[exact if isinstance(exact, bool) else None]
-    compared = text_in(found, "compared_with") or "the big batch"
-    if exact is False and found.get("random") is True:
-        word, told, style = "Not known.", "The loss is random, and the accumulated gradient cannot be judged", "open"
-    elif exact is False and found.get("gradient_exact") is True:
-        told = f"The accumulated gradient is that of {compared}, but the loop is not right"
+AUDIT = Section("audit", "Is accumulation right?", "audit", _draw_audit)
+
+
+def _verdict(record: Data) -> Html:
+    exact, source = record.get("exact"), text_in(record, "source") or "measured"
+    word, sentence, style = _VERDICTS[exact if isinstance(exact, bool) else None]
+    compared = text_in(record, "compared_with") or "the big batch"
+    if exact is False and record.get("random") is True:
+        word, sentence, style = (
+            "Not known.",
+            "The loss is random, and the accumulated gradient cannot be judged",
+            "open",
+        )
+    elif exact is False and record.get("gradient_exact") is True:
+        sentence = f"The accumulated gradient is that of {compared}, but the loop is not right"
     elif exact is True:
-        told = f"The accumulated gradient is that of {compared}"
-    error, dtype = number_in(found, "relative_error"), text_in(found, "dtype")
-    pieces: list[str] = [element("b", word, class_=f"verdict {style}"), " ", told]
+        sentence = f"The accumulated gradient is that of {compared}"
+    error, dtype = number_in(record, "relative_error"), text_in(record, "dtype")
+    pieces: list[str] = [element("b", word, class_=f"verdict {style}"), " ", sentence]
     if error is not None:
         pieces += [
             ": they differ by ",
             figure_with(figures.small(error), source),
             f" of its length{f' in {dtype}' if dtype else ''}",
         ]
-    cause, what = text_in(found, "cause"), text_in(found, "what")
+    cause, what = text_in(record, "cause"), text_in(record, "what")
     pieces.append(f". The cause is {cause}" if cause else "")
     pieces.append(f". Looked at: {what}" if what else "")
     return element("p", joined(pieces), ".", class_="lead")
 
 
-def _splits(found: Data) -> Html:
-    rows = rows_in(found, "splits")
+def _splits(record: Data) -> Html:
+    rows = rows_in(record, "splits")
     if not rows:
         return Html("")
     verdicts = {True: "exact", False: "differs"}
@@ -229,7 +214,7 @@ def _splits(found: Data) -> Html:
         verdicts.get(exact, figures.UNKNOWN) if isinstance(exact := row.get("exact"), bool) else figures.UNKNOWN
         for row in rows
     ]
-    mine = mark(text_in(found, "source"))
+    mine = mark(text_in(record, "source"))
     names = [
         joined([text_in(row, "split") or figures.UNKNOWN, element("span", text_in(row, "note"), class_="under")])
         for row in rows
@@ -247,20 +232,16 @@ def _ratio(value: float | None) -> str:
     return figures.UNKNOWN if value is None else f"{value:.6f}"
 
 
-# What would change the answer: other hardware and other settings, and what the peak would become.
-
-_CHANGES_HEADING = "What would change the answer"
-
-
-def draw_changes(run: Data) -> Html:
-    """Return the section."""
-    rows = rows_in(section_of(run, "recommendation"), "changes")
+def _draw_changes(record: Data | None, run: Data) -> list[str]:
+    rows = rows_in(record, "changes")
     savings = [row for row in rows_in(section_of(run, "estimate"), "what_if") if text_in(row, "change")]
     if not rows and not savings:
-        known = section_of(run, "recommendation") is not None
-        reason = "no other set-up was looked at" if known else why_missing(run, "recommendation")
-        return section("changes", _CHANGES_HEADING, missing(reason))
-    return section("changes", _CHANGES_HEADING, _changes(rows), _savings(savings, run))
+        reason = why_missing(run, "recommendation") if record is None else "no other set-up was looked at"
+        return [missing(reason)]
+    return [_changes(rows), _savings(savings, run)]
+
+
+CHANGES = Section("changes", "What would change the answer", "recommendation", _draw_changes, is_always_drawn=True)
 
 
 def _changes(rows: list[Data]) -> Html:
@@ -275,7 +256,7 @@ def _changes(rows: list[Data]) -> Html:
         cells = [figures.count(number_in(row, key)) for row in rows]
         columns += [(name, cells)] if any(cell != figures.UNKNOWN for cell in cells) else []
     times = [number_in(row, "time_ratio") for row in rows]
-    if any(each is not None for each in times):
+    if any(ratio is not None for ratio in times):
         sign = "\N{MULTIPLICATION SIGN}"
         columns.append(
             ("time to the loss", [figures.UNKNOWN if t is None else f"{figures.ratio(t)}{sign}" for t in times])
@@ -299,38 +280,32 @@ def _with_note(row: Data) -> Html:
 def _savings(savings: list[Data], run: Data) -> Html:
     if not savings:
         return Html("")
-    found = section_of(run, "estimate")
-    size = number_in(found, "micro_batch")
+    record = section_of(run, "estimate")
+    size = number_in(record, "micro_batch")
     where = "" if size is None else f" at micro-batch {figures.count(size)}"
     names = [joined([text_in(row, "change"), element("span", text_in(row, "note"), class_="under")]) for row in savings]
     peaks = [figures.memory(number_in(row, "peak_bytes")) for row in savings]
-    now = number_in(found, "peak_bytes", "allocated")
-    title = element("h3", f"What each would leave of the allocated peak{where} ", mark(text_in(found, "source")))
+    now = number_in(record, "peak_bytes", "allocated")
+    title = element("h3", f"What each would leave of the allocated peak{where} ", mark(text_in(record, "source")))
     columns = [("with", ["as it is", *names]), ("peak", [figures.memory(now), *peaks])]
     return joined([title, table(columns, label="Table of peaks under each change", style="first-chosen")])
 
 
-# Every way to split the batch: the table of the plan.
-
-_PLAN_HEADING = "Every way to split it"
-
-
-def draw_plan(run: Data) -> Html:
-    """Return the section."""
-    found = section_of(run, "plan")
-    if found is None:
-        return section("plan", _PLAN_HEADING, missing(why_missing(run, "plan")))
-    reason = text_in(found, "reason")
+def _draw_plan(record: Data, run: Data) -> list[str]:
+    reason = text_in(record, "reason")
     lead = element("p", f"{reason[:1].upper()}{reason[1:].rstrip('.')}.", class_="lead") if reason else Html("")
-    rows = rows_in(found, "table")
-    shown = table(_columns(found, rows), label="Table of splits", words=0, style="first-chosen") if rows else Html("")
-    return section("plan", _PLAN_HEADING, lead, shown, _last_window(found), remarks(texts_in(found, "notes")))
+    rows = rows_in(record, "table")
+    shown = table(_columns(record, rows), label="Table of splits", words=0, style="first-chosen") if rows else Html("")
+    return [lead, shown, _last_window(record), remarks(texts_in(record, "notes"))]
 
 
-def _columns(found: Data, rows: list[Data]) -> list[tuple[str, list[str]]]:
-    source = text_in(found, "source") or "formula"
+PLAN = Section("plan", "Every way to split it", "plan", _draw_plan)
+
+
+def _columns(record: Data, rows: list[Data]) -> list[tuple[str, list[str]]]:
+    source = text_in(record, "source") or "formula"
     # A time by a fitted model is no measurement of that split.
-    timed = "predicted" if text_in(found, "time_model", "source") == "measured" else "formula"
+    timed = "predicted" if text_in(record, "time_model", "source") == "measured" else "formula"
     columns = [
         (element("span", "micro-batch", class_="word"), source, [_size(row) for row in rows]),
         ("accumulation", source, [figures.count(number_in(row, "accumulation")) for row in rows]),
@@ -341,7 +316,7 @@ def _columns(found: Data, rows: list[Data]) -> list[tuple[str, list[str]]]:
         ("activations", source, [_times(row, "relative_activations") for row in rows]),
         ("peak", "formula", [figures.memory(number_in(row, "peak_bytes")) for row in rows]),
     ]
-    known = [each for each in columns if any(cell != figures.UNKNOWN for cell in each[2])]
+    known = [column for column in columns if any(cell != figures.UNKNOWN for cell in column[2])]
     return [(joined([name, " ", mark(where)]), cells) for name, where, cells in known]
 
 
@@ -360,13 +335,13 @@ def _tilde(row: Data) -> str:
     return "~" if row.get("is_extrapolated") is True else ""
 
 
-def _last_window(found: Data) -> Html:
+def _last_window(record: Data) -> Html:
     """Say what an epoch is made of; the samples that do not fill a step are the part people get wrong."""
-    samples, window = number_in(found, "samples"), mapping_in(found, "last_window")
+    samples, window = number_in(record, "samples"), mapping_in(record, "last_window")
     if samples is None:
         return Html("")
     pieces: list[str] = ["An epoch of ", figure_with(figures.count(samples), "given"), " samples"]
-    rest, dropped = number_in(window, "samples"), number_in(found, "dropped_samples")
+    rest, dropped = number_in(window, "samples"), number_in(record, "dropped_samples")
     if rest:
         ends = "and still updates" if window.get("update") is True else "without an update"
         pieces.append(f" ends in a step of {figures.count(rest)} samples {ends}")
@@ -375,18 +350,18 @@ def _last_window(found: Data) -> Html:
     return element("p", joined(pieces), ".") if rest or dropped else Html("")
 
 
-_SECTIONS = (
-    draw_memory,
-    draw_fit,
-    draw_speed,
-    draw_critical,
-    draw_time,
-    draw_plan,
-    draw_changes,
-    draw_audit,
-    draw_configs,
-    draw_rests,
-)
+_SECTIONS = (MEMORY, FIT, SPEED, CRITICAL, TIME, PLAN, CHANGES, AUDIT, CONFIGS, RESTS)
+
+
+def draw_section(part: Section, run: Data) -> Html:
+    """Draw a section; one whose stage is not in the run says why in its place."""
+    record = section_of(run, part.stage)
+    if record is None and not part.is_always_drawn:
+        pieces: list[str] = [missing(why_missing(run, part.stage))]
+    else:
+        pieces = part.draw(record, run)
+    below = [] if part.below is None else [part.below(run)]
+    return section(part.name, part.heading, *pieces, *below)
 
 
 def draw_page(run: Data) -> str:
@@ -407,7 +382,7 @@ def draw_page(run: Data) -> str:
     body = joined(
         [
             element("header", head),
-            element("main", draw_answer(run), *(draw(run) for draw in _SECTIONS)),
+            element("main", draw_answer(run), *(draw_section(part, run) for part in _SECTIONS)),
             draw_footer(run),
         ]
     )

@@ -1,19 +1,14 @@
-"""What the charts show, read from a run: the page and the picture draw the same.
+"""What the page shows, read from a run's JSON: fields by path, then the data of each chart.
 
-Each is None where the run has nothing to draw.
+Promises:
+- what is missing, null, infinite, absurd or of another kind than expected is None or empty, never an error: a page of
+  half a run is better than none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-
-# Reads a run's JSON for drawing.
-#
-# Promises:
-# - what is missing, null, infinite, absurd or of another kind than expected is None or empty, never an error: a page
-#   of
-#   half a run is better than none.
 
 Data = dict[str, Any]
 
@@ -23,10 +18,10 @@ def section_of(run: Data, name: str) -> Data | None:
 
     >>> section_of({"fit": {"skipped": "asked for"}}, "fit")
     """
-    found = run.get(name)
+    record = run.get(name)
     # Only words: the section of the noise has a `skipped` of its own, the windows it left out.
-    is_skipped = isinstance(found, dict) and isinstance(found.get("skipped"), str)
-    return found if isinstance(found, dict) and found and not is_skipped else None
+    is_skipped = isinstance(record, dict) and isinstance(record.get("skipped"), str)
+    return record if isinstance(record, dict) and record and not is_skipped else None
 
 
 def why_missing(run: Data, name: str) -> str:
@@ -80,12 +75,12 @@ def text_in(data: object, *path: str) -> str:
 
 def texts_in(data: object, *path: str) -> list[str]:
     """Return the texts in the list at a path."""
-    return [each.strip() for each in _list_at(data, path) if isinstance(each, str) and each.strip()]
+    return [item.strip() for item in _list_at(data, path) if isinstance(item, str) and item.strip()]
 
 
 def rows_in(data: object, *path: str) -> list[Data]:
     """Return the objects in the list at a path."""
-    return [each for each in _list_at(data, path) if isinstance(each, dict)]
+    return [item for item in _list_at(data, path) if isinstance(item, dict)]
 
 
 def mapping_in(data: object, *path: str) -> Data:
@@ -100,7 +95,7 @@ def span_in(data: object, *path: str) -> tuple[float, float] | None:
     >>> span_in({"range": [28, 61]}, "range"), span_in({"range": [28, None]}, "range")
     ((28, 61), None)
     """
-    ends = [number_in({"end": each}, "end") for each in _list_at(data, path)]
+    ends = [number_in({"end": item}, "end") for item in _list_at(data, path)]
     if len(ends) != 2 or ends[0] is None or ends[1] is None:
         return None
     return ends[0], ends[1]
@@ -198,40 +193,40 @@ def is_far_below(used: float, limit: float | None) -> bool:
 
 def memory_parts(run: Data) -> MemoryParts | None:
     """Read the parts of the predicted peak."""
-    found = section_of(run, "estimate")
+    record = section_of(run, "estimate")
     parts = tuple(
         (str(name), size)
-        for name in mapping_in(found, "parts")
-        if (size := number_in(found, "parts", name)) is not None and size > 0
+        for name in mapping_in(record, "parts")
+        if (size := number_in(record, "parts", name)) is not None and size > 0
     )
     if not parts:
         return None
     # The parts are those of the largest kind of peak that the device has.
-    kind = next((kind for kind in PEAK_KINDS if number_in(found, "peak_bytes", kind) is not None), None)
-    peak = None if kind is None else number_in(found, "peak_bytes", kind)
+    kind = next((kind for kind in PEAK_KINDS if number_in(record, "peak_bytes", kind) is not None), None)
+    peak = None if kind is None else number_in(record, "peak_bytes", kind)
     return MemoryParts(
-        number_in(found, "micro_batch"),
+        number_in(record, "micro_batch"),
         parts,
-        {name: number_in(found, "grows_with_batch", name) for name, _ in parts},
+        {name: number_in(record, "grows_with_batch", name) for name, _ in parts},
         sum(size for _, size in parts) if peak is None else peak,
-        None if kind is None else number_in(found, "upper_bytes", kind),
+        None if kind is None else number_in(record, "upper_bytes", kind),
         limit_bytes(run),
-        text_in(found, "source"),
+        text_in(record, "source"),
     )
 
 
 def limit_bytes(run: Data) -> float | None:
     """Read how much memory there is: the budget, or the card's."""
     places = (("estimate", "limit_bytes"), ("fit", "limit_bytes"), ("workload", "memory_bytes"), ("workload", "memory"))
-    found = (number_in(section_of(run, section), key) for section, key in places)
-    return next((limit for limit in found if limit is not None and limit > 0), None)
+    limits = (number_in(section_of(run, section), key) for section, key in places)
+    return next((limit for limit in limits if limit is not None and limit > 0), None)
 
 
 def peaks(run: Data) -> Peaks | None:
     """Read the probes of the fit and the line that was predicted."""
-    found = section_of(run, "fit")
-    shape = mapping_in(found, "shape")
-    rows = [row for row in rows_in(found, "trials") if mapping_in(row, "shape") == shape]
+    record = section_of(run, "fit")
+    shape = mapping_in(record, "shape")
+    rows = [row for row in rows_in(record, "trials") if mapping_in(row, "shape") == shape]
     kinds = [k for k in PEAK_KINDS if any(number_in(row, "peak_bytes", k) is not None for row in rows)]
     kind = kinds[0] if kinds else "device"
     trials = tuple(
@@ -244,11 +239,11 @@ def peaks(run: Data) -> Peaks | None:
     return Peaks(
         tuple(sorted(trials, key=lambda trial: trial.micro_batch)),
         kind,
-        number_in(found, "line", "fixed_bytes"),
-        number_in(found, "line", "bytes_per_sample"),
-        text_in(found, "line", "source"),
-        number_in(found, "limit_bytes"),
-        number_in(found, "micro_batch"),
+        number_in(record, "line", "fixed_bytes"),
+        number_in(record, "line", "bytes_per_sample"),
+        text_in(record, "line", "source"),
+        number_in(record, "limit_bytes"),
+        number_in(record, "micro_batch"),
         mapping_in(run, "fit").get("certified") is True,
     )
 
@@ -270,12 +265,12 @@ def speeds(run: Data) -> tuple[Speed, ...]:
 def moments(run: Data) -> tuple[Moment, ...]:
     """Read the critical batch along training."""
     rows = rows_in(section_of(run, "noise"), "history")
-    found = [
+    points = [
         Moment(step, _positive(row, "value"), _positive(row, "low"), _positive(row, "high"), number_in(row, "loss"))
         for row in rows
         if (step := number_in(row, "step")) is not None
     ]
-    return tuple(sorted(found, key=lambda each: each.step))
+    return tuple(sorted(points, key=lambda moment: moment.step))
 
 
 def times_to_target(run: Data) -> tuple[TimeAt, ...]:

@@ -1,4 +1,4 @@
-"""How large a batch pays: the critical batch along training with its band, and the loss below it."""
+"""The sections about time: how fast it runs, how large a batch pays, and which batch gets there soonest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batchwright.report.page.chart import (
     size_ticks,
     whole_ticks,
 )
-from batchwright.report.page.markup import Html, element, figure_with, joined, mark, missing, remarks, section, table
+from batchwright.report.page.markup import Html, Section, element, figure_with, joined, mark, missing, remarks, table
 from batchwright.report.page.run_reading import (
     Data,
     Moment,
@@ -35,37 +35,30 @@ from batchwright.report.page.run_reading import (
     text_in,
     texts_in,
     times_to_target,
-    why_missing,
 )
 
-# How fast it runs: throughput against micro-batch, with its spread.
 
-_SPEED_HEADING = "How fast it runs"
-
-
-def draw_speed(run: Data) -> Html:
-    """Return the section."""
-    found, shown = section_of(run, "throughput"), speeds(run)
-    if found is None:
-        return section("speed", _SPEED_HEADING, missing(why_missing(run, "throughput")))
+def _draw_speed(record: Data, run: Data) -> list[str]:
+    shown = speeds(run)
     if not shown:
-        return section("speed", _SPEED_HEADING, missing("no micro-batch was timed"), remarks(texts_in(found, "notes")))
-    fastest = number_in(found, "fastest_micro_batch")
-    repeats = number_in(found["rows"][0], "repeats") if isinstance(found.get("rows"), list) else None
+        return [missing("no micro-batch was timed"), remarks(texts_in(record, "notes"))]
+    fastest = number_in(record, "fastest_micro_batch")
+    repeats = number_in(record["rows"][0], "repeats") if isinstance(record.get("rows"), list) else None
     spread = "spread of the repeats" if repeats is None else f"spread of {figures.count(repeats)} repeats"
-    return section(
-        "speed",
-        _SPEED_HEADING,
-        _speed_lead(found, fastest),
-        at_both_widths(partial(_speed_chart, shown, fastest, number_in(found, "devices"))),
+    return [
+        _speed_lead(record, fastest),
+        at_both_widths(partial(_speed_chart, shown, fastest, number_in(record, "devices"))),
         legend(("point measured", "whole steps (measured)"), ("whisker measured", spread)),
-        remarks(texts_in(found, "notes")),
-    )
+        remarks(texts_in(record, "notes")),
+    ]
 
 
-def _speed_lead(found: Data, fastest: float | None) -> Html:
-    source, pieces = text_in(found, "source") or "measured", []
-    best, noise = number_in(found, "best_samples_per_second"), number_in(found, "noise")
+SPEED = Section("speed", "How fast it runs", "throughput", _draw_speed)
+
+
+def _speed_lead(record: Data, fastest: float | None) -> Html:
+    source, pieces = text_in(record, "source") or "measured", []
+    best, noise = number_in(record, "best_samples_per_second"), number_in(record, "noise")
     if fastest is not None:
         pieces += [
             "Micro-batch ",
@@ -88,8 +81,8 @@ def _speed_chart(shown: tuple[Speed, ...], fastest: float | None, devices: float
     height, top, bottom = 280.0, 44.0, 230.0
     up = Scale(0, max(row.high for row in shown) * 1.15, bottom, top)
     across = size_scale([row.micro_batch for row in shown], 54, width - 14, spread=6)
-    told = "; ".join(f"{figures.count(row.micro_batch)}: {figures.count(row.per_second)}" for row in shown)
-    chart = Chart(width, height, label=f"Samples per second by micro-batch: {told}")
+    label = "; ".join(f"{figures.count(row.micro_batch)}: {figures.count(row.per_second)}" for row in shown)
+    chart = Chart(width, height, label=f"Samples per second by micro-batch: {label}")
     where = "" if devices in (None, 1) else ", each device"
     chart.y_axis(up, even_ticks(0, up.high, 5), figures.short, f"samples per second{where}", across=across)
     chart.x_axis(across, _sizes(shown, across), figures.short, "micro-batch", y=bottom)
@@ -120,33 +113,23 @@ def _sizes(shown: tuple[Speed, ...], across: Scale) -> list[float]:
     return [row.micro_batch for row in shown] if len(shown) <= 10 else size_ticks(across, 8)
 
 
-# Which batch gets there soonest: time to the loss against the effective batch, the good range shaded.
-
-_TIME_HEADING = "Which batch gets there soonest"
-
-
-def draw_time(run: Data) -> Html:
-    """Return the section."""
-    found, shown = section_of(run, "recommendation"), times_to_target(run)
-    if found is None:
-        return section("time", _TIME_HEADING, missing(why_missing(run, "recommendation")))
+def _draw_time(record: Data, run: Data) -> list[str]:
+    shown = times_to_target(run)
     if len(shown) < 2:
-        return section("time", _TIME_HEADING, missing("it takes both the critical batch and the time of a step"))
-    chosen, ends = number_in(found, "effective_batch"), good_range(run)
+        return [missing("it takes both the critical batch and the time of a step")]
+    chosen, ends = number_in(record, "effective_batch"), good_range(run)
     entries = [("line predicted", "time to the same loss (predicted from both measurements)")]
     entries.append(("band predicted", "between the ends of the critical batch"))
     entries += [("range measured", "within 5\N{NO-BREAK SPACE}% of the soonest")] if ends else []
-    return section(
-        "time",
-        _TIME_HEADING,
-        _time_lead(found, ends),
-        at_both_widths(partial(_time_chart, shown, chosen, ends)),
-        legend(*entries),
-    )
+    chart = at_both_widths(partial(_time_chart, shown, chosen, ends))
+    return [_time_lead(record, ends), chart, legend(*entries)]
 
 
-def _time_lead(found: Data, ends: tuple[float, float] | None) -> Html:
-    soonest = number_in(found, "best_effective_batch")
+TIME = Section("time", "Which batch gets there soonest", "recommendation", _draw_time)
+
+
+def _time_lead(record: Data, ends: tuple[float, float] | None) -> Html:
+    soonest = number_in(record, "best_effective_batch")
     pieces: list[str] = []
     if soonest is not None:
         pieces += ["A batch of ", figure_with(figures.count(soonest), "predicted"), " reaches the loss soonest"]
@@ -204,23 +187,20 @@ def _side(x: float, width: float) -> str:
     return "start" if x < 150 else "end" if x > width - 80 else "middle"
 
 
-# Short branches trained at several batches: how many steps each took to the same loss.
-
-
-def draw_branches(run: Data) -> Html:
-    """Return what the branches told, to stand below the critical batch; nothing where none were trained."""
-    found = section_of(run, "branches")
-    if found is None:
+def _draw_branches(run: Data) -> Html:
+    """Return what short branches measured, to stand below the critical batch; nothing if none were trained."""
+    record = section_of(run, "branches")
+    if record is None:
         return Html("")
-    rows, source = rows_in(found, "branches"), text_in(found, "source")
+    rows, source = rows_in(record, "branches"), text_in(record, "source")
     title = element("h3", "Short branches at several batches")
     shown = table(_columns(rows, source), label="Table of branches", words=0) if rows else Html("")
-    return joined([title, _branches_lead(found, source), shown, remarks(texts_in(found, "notes"))])
+    return joined([title, _branches_lead(record, source), shown, remarks(texts_in(record, "notes"))])
 
 
-def _branches_lead(found: Data, source: str) -> Html:
-    value, low, high = (figures.count(number_in(found, "critical_batch", key)) for key in ("value", "low", "high"))
-    unit, share = text_in(found, "critical_batch", "unit") or "samples", number_in(found, "ratio")
+def _branches_lead(record: Data, source: str) -> Html:
+    value, low, high = (figures.count(number_in(record, "critical_batch", key)) for key in ("value", "low", "high"))
+    unit, share = text_in(record, "critical_batch", "unit") or "samples", number_in(record, "ratio")
     pieces: list[str] = [
         "By them the critical batch is ",
         figure_with(value, source, figures.interval(low, high)),
@@ -246,9 +226,6 @@ def _branches_steps(value: float | None) -> str:
     return figures.UNKNOWN if value is None else f"{value:,.1f}"
 
 
-_CRITICAL_HEADING = "How large a batch pays"
-
-
 class InUse(NamedTuple):
     """The batch that was trained with, and the unit that the critical batch is in."""
 
@@ -256,37 +233,30 @@ class InUse(NamedTuple):
     unit: str
 
 
-def draw_critical(run: Data) -> Html:
-    """Return the section."""
-    found, shown = section_of(run, "noise"), moments(run)
-    if found is None:
-        return section("critical", _CRITICAL_HEADING, missing(why_missing(run, "noise")), draw_branches(run))
-    unit = text_in(found, "critical_batch", "unit") or "samples"
+def _draw_critical(record: Data, run: Data) -> list[str]:
+    shown = moments(run)
+    unit = text_in(record, "critical_batch", "unit") or "samples"
     # The two can be in different units (tokens, samples); then they have no place on one axis.
-    alike = text_in(found, "effective_batch_unit") in ("", unit)
-    in_use = InUse(number_in(found, "effective_batch") if alike else None, unit)
+    alike = text_in(record, "effective_batch_unit") in ("", unit)
+    in_use = InUse(number_in(record, "effective_batch") if alike else None, unit)
     drawn: list[str] = []
-    if any(each.value is not None or each.low is not None for each in shown):
+    if any(moment.value is not None or moment.low is not None for moment in shown):
         drawn += [at_both_widths(partial(_critical_chart, shown, in_use)), _legend(shown, in_use)]
-    if any(each.loss is not None for each in shown):
+    if any(moment.loss is not None for moment in shown):
         drawn.append(at_both_widths(partial(_losses, shown)))
-    verdict = text_in(found, "recommendation")
-    return section(
-        "critical",
-        _CRITICAL_HEADING,
-        _critical_lead(found, unit),
-        *drawn,
-        element("p", f"{verdict[:1].upper()}{verdict[1:].rstrip('.')}.") if verdict else Html(""),
-        remarks(texts_in(found, "notes")),
-        draw_branches(run),
-    )
+    verdict = text_in(record, "recommendation")
+    sentence = element("p", f"{verdict[:1].upper()}{verdict[1:].rstrip('.')}.") if verdict else Html("")
+    return [_critical_lead(record, unit), *drawn, sentence, remarks(texts_in(record, "notes"))]
 
 
-def _critical_lead(found: Data, unit: str) -> Html:
-    critical = mapping_in(found, "critical_batch")
+CRITICAL = Section("critical", "How large a batch pays", "noise", _draw_critical, below=_draw_branches)
+
+
+def _critical_lead(record: Data, unit: str) -> Html:
+    critical = mapping_in(record, "critical_batch")
     value, low, high = (figures.count(number_in(critical, key)) for key in ("value", "low", "high"))
-    source = text_in(found, "source") or "measured"
-    steps = number_in(found, "steps")
+    source = text_in(record, "source") or "measured"
+    steps = number_in(record, "steps")
     after = "" if steps is None else f"After {figures.count(steps)} steps the "
     start = f"{after or 'The '}critical batch is "
     if critical.get("resolved") is False and low not in ("0", figures.UNKNOWN):
@@ -300,7 +270,7 @@ def _critical_lead(found: Data, unit: str) -> Html:
 
 def _critical_chart(shown: tuple[Moment, ...], in_use: InUse, width: float) -> Chart:
     height, top, bottom = 290.0, 44.0, 240.0
-    ends = [end for each in shown for end in (each.value, each.low, each.high) if end is not None]
+    ends = [end for moment in shown for end in (moment.value, moment.low, moment.high) if end is not None]
     ends += [] if in_use.batch is None or in_use.batch <= 0 else [in_use.batch]
     least, most = min(ends), max(ends)
     up = Scale(least / 1.5, most * 1.5, bottom, top, is_log=True)
@@ -311,17 +281,19 @@ def _critical_chart(shown: tuple[Moment, ...], in_use: InUse, width: float) -> C
     chart.y_axis(up, log_ticks(up.low, up.high, 6), figures.short, f"batch, {in_use.unit}", across=across)
     chart.x_axis(across, _step_ticks(across, width), figures.short, "step", y=bottom)
     # Where the lower end is not known it is as low as the drawing; an upper one runs out of it.
-    lows = [(across(each.step), up(each.low or up.low)) for each in shown]
-    highs = [(across(each.step), up(each.high or up.high)) for each in shown]
+    lows = [(across(moment.step), up(moment.low or up.low)) for moment in shown]
+    highs = [(across(moment.step), up(moment.high or up.high)) for moment in shown]
     if len(shown) == 1:
         chart.line([lows[0], highs[0]], "whisker measured")
     chart.area([*lows, *reversed(highs)], "band measured")
     for run in _unbroken(shown):
-        places = [(across(each.step), up(each.value)) for each in run if each.value is not None]
+        places = [(across(moment.step), up(moment.value)) for moment in run if moment.value is not None]
         chart.line(places, "line measured")
-        for each, at in zip(run, places, strict=True):
-            span = figures.interval(figures.count(each.low), figures.count(each.high))
-            chart.dot(at, "point measured", f"step {figures.count(each.step)}: {figures.count(each.value)} {span}", 3)
+        for moment, at in zip(run, places, strict=True):
+            span = figures.interval(figures.count(moment.low), figures.count(moment.high))
+            chart.dot(
+                at, "point measured", f"step {figures.count(moment.step)}: {figures.count(moment.value)} {span}", 3
+            )
         chart.keep_free(places)
     if in_use.batch:
         y = up(in_use.batch)
@@ -333,7 +305,7 @@ def _critical_chart(shown: tuple[Moment, ...], in_use: InUse, width: float) -> C
 
 def _losses(shown: tuple[Moment, ...], width: float) -> Chart:
     height, top, bottom = 190.0, 44.0, 140.0
-    known = [(each.step, each.loss) for each in shown if each.loss is not None]
+    known = [(moment.step, moment.loss) for moment in shown if moment.loss is not None]
     least, most = min(loss for _, loss in known), max(loss for _, loss in known)
     room = max((most - least) * 0.12, abs(most) * 0.02, 1e-9)
     up, across = Scale(least - room, most + room, bottom, top), _critical_steps(shown, width)
@@ -349,7 +321,7 @@ def _losses(shown: tuple[Moment, ...], width: float) -> Chart:
 
 
 def _critical_steps(shown: tuple[Moment, ...], width: float) -> Scale:
-    last = max(each.step for each in shown)
+    last = max(moment.step for moment in shown)
     return Scale(0, last * 1.03 if last > 0 else 1, 54, width - 14)
 
 
@@ -360,16 +332,16 @@ def _step_ticks(across: Scale, width: float) -> list[float]:
 def _unbroken(shown: tuple[Moment, ...]) -> list[list[Moment]]:
     """The pieces of the line between moments where the value is not known."""
     pieces: list[list[Moment]] = [[]]
-    for each in shown:
-        if each.value is not None and math.isfinite(each.value):
-            pieces[-1].append(each)
+    for moment in shown:
+        if moment.value is not None and math.isfinite(moment.value):
+            pieces[-1].append(moment)
         elif pieces[-1]:
             pieces.append([])
     return [piece for piece in pieces if piece]
 
 
 def _legend(shown: tuple[Moment, ...], in_use: InUse) -> Html:
-    is_open = any(each.high is None for each in shown)
+    is_open = any(moment.high is None for moment in shown)
     band = "95\N{NO-BREAK SPACE}% interval (measured)" + (
         "; where it runs out at the top, not resolved" if is_open else ""
     )

@@ -34,9 +34,10 @@ def verdict_of(audit: Audit) -> str:
     error, compared = _figure(audit.relative_error), audit.compared_with
     if (audit.is_random or audit.is_stateful) and not (audit.has_exact_gradient and audit.is_reference_right):
         reason = "is random" if audit.is_random else "differs from call to call"
-        told = f"it differs from that of {compared} (ratio {_figure(audit.ratio)}, relative error {error})"
-        told = told if not audit.has_exact_gradient else f"it is that of {compared}, which is not the big batch"
-        return f"the accumulated gradient cannot be judged, for the loss {reason}: {told}"
+        difference = f"it differs from that of {compared} (ratio {_figure(audit.ratio)}, relative error {error})"
+        if audit.has_exact_gradient:
+            difference = f"it is that of {compared}, which is not the big batch"
+        return f"the accumulated gradient cannot be judged, for the loss {reason}: {difference}"
     if not audit.has_exact_gradient:
         figures = f"ratio {_figure(audit.ratio)}, relative error {error} ({audit.cause or 'unknown'})"
         return f"the accumulated gradient is NOT that of {compared}: {figures}"

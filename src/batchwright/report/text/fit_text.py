@@ -88,17 +88,17 @@ def _within(fit: Fit) -> str:
 def _answer(fit: Fit) -> str:
     if fit.micro_batch is None:
         return f"nothing fits on {_place(fit)}{_within(fit)}"
-    told = f"micro-batch {fit.micro_batch:,} fits on {_place(fit)}"
+    text = f"micro-batch {fit.micro_batch:,} fits on {_place(fit)}"
     if fit.peak is None:
-        told += _within(fit)
+        text += _within(fit)
     elif fit.limit_bytes is None or fit.headroom_bytes is None:
-        told += f": peak {format_bytes(fit.peak)}"
+        text += f": peak {format_bytes(fit.peak)}"
     else:
-        told += (
+        text += (
             f": peak {format_bytes(fit.peak)} of {format_bytes(fit.limit_bytes)}, "
             f"headroom {format_bytes(fit.headroom_bytes)}"
         )
-    return f"{told}; {_next(fit)}"
+    return f"{text}; {_next(fit)}"
 
 
 def _next(fit: Fit) -> str:
@@ -107,10 +107,10 @@ def _next(fit: Fit) -> str:
         return fit.reason
     if after.outcome is None:
         return f"micro-batch {after.micro_batch:,} was {after.why}"
-    return f"micro-batch {after.micro_batch:,} {_PAST.get(after.outcome, after.outcome)}{_when(fit, after)}"
+    return f"micro-batch {after.micro_batch:,} {_PAST.get(after.outcome, after.outcome)}{_origin_of(fit, after)}"
 
 
-def _when(fit: Fit, after: NextSize) -> str:
+def _origin_of(fit: Fit, after: NextSize) -> str:
     """Say that a next size was not probed this time: an answer that is remembered is certified by one probe."""
     return "" if any(trial.micro_batch == after.micro_batch for trial in fit.trials) else " in an earlier run"
 
@@ -143,8 +143,8 @@ def _shape_columns(fit: Fit) -> Columns:
     if fit.plan is not None:
         columns.append((f"accumulated\nto {fit.plan.requested_batch:,}", [_accumulated(row) for row in rows]))
     if fit.evaluation is not None:
-        found = {name_shape(row.shape): row.micro_batch for row in fit.evaluation.shapes}
-        columns.append(("evaluation", [_known("{:,}".format, found.get(name_shape(row.shape))) for row in rows]))
+        sizes = {name_shape(row.shape): row.micro_batch for row in fit.evaluation.shapes}
+        columns.append(("evaluation", [_known("{:,}".format, sizes.get(name_shape(row.shape))) for row in rows]))
     columns.append(("probes", [str(len(row.trials)) for row in rows]))
     return [*columns, _words("next size", [_next_in_short(row) for row in rows])]
 
@@ -155,7 +155,7 @@ def _next_in_short(fit: Fit) -> str:
     after = fit.next_size
     if after.outcome is None:
         return f"{after.micro_batch:,} {after.why}"
-    return f"{after.micro_batch:,} {_OUTCOMES.get(after.outcome, after.outcome)}{_when(fit, after)}"
+    return f"{after.micro_batch:,} {_OUTCOMES.get(after.outcome, after.outcome)}{_origin_of(fit, after)}"
 
 
 def _accumulated(fit: Fit) -> str:

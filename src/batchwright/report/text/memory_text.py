@@ -143,50 +143,50 @@ def _indented(columns: Columns, *, left: int) -> Iterator[str]:
 # Every card of the catalogue as text: which take the step, and with what micro-batch.
 
 
-def summarize_cards(found: EveryCard) -> str:
+def summarize_cards(cards: EveryCard) -> str:
     """Say in one line how many cards take the step, and the smallest of them."""
-    fitting = [row for row in found.rows if row.fits]
-    asked = f"{found.name}: micro-batch {found.micro_batch:,}"
+    fitting = [row for row in cards.rows if row.fits]
+    question = f"{cards.name}: micro-batch {cards.micro_batch:,}"
     if not fitting:
-        return f"{asked} fits on none of {counted(len(found.rows), 'card')} (predicted)"
+        return f"{question} fits on none of {counted(len(cards.rows), 'card')} (predicted)"
     return (
-        f"{asked} fits on {len(fitting)} of {counted(len(found.rows), 'card')} (predicted); "
+        f"{question} fits on {len(fitting)} of {counted(len(cards.rows), 'card')} (predicted); "
         f"the smallest is {fitting[0].card}"
     )
 
 
-def cards_columns(found: EveryCard) -> Columns:
+def cards_columns(cards: EveryCard) -> Columns:
     """A row per card."""
-    rows = found.rows
+    rows = cards.rows
     return [
         ("card", [row.card for row in rows]),
         ("memory", [format_bytes(row.total_bytes) for row in rows]),
-        (f"takes at\nmicro-batch {found.micro_batch:,}", [format_bytes(row.device_bytes) for row in rows]),
+        (f"takes at\nmicro-batch {cards.micro_batch:,}", [format_bytes(row.device_bytes) for row in rows]),
         ("fits", ["yes" if row.fits else "no" for row in rows]),
         ("largest\nmicro-batch", ["-" if row.max_micro_batch is None else f"{row.max_micro_batch:,}" for row in rows]),
     ]
 
 
-def draw_cards(found: EveryCard) -> RenderableType:
+def draw_cards(cards: EveryCard) -> RenderableType:
     """Draw the cards for a terminal."""
-    return draw_table(summarize_cards(found), cards_columns(found), (), left=1)
+    return draw_table(summarize_cards(cards), cards_columns(cards), (), left=1)
 
 
 def summarize_recommendation(recommendation: Recommendation) -> str:
     """Say what was asked, and the answer where there is one only."""
-    asked = (
+    question = (
         f"{recommendation.task}, {recommendation.tuning} tuning, {recommendation.seq_len:,} tokens, "
         f"{recommendation.precision}"
     )
     if recommendation.checkpointing:
-        asked += ", checkpointing"
+        question += ", checkpointing"
     if len(recommendation.answers) > 1:
-        return asked
+        return question
     answer = recommendation.answers[0]
     place = f"{answer.model} in {_memory(answer)}"
     if answer.fits:
-        return f"{place}: micro-batch {answer.recommended_batch_size:,} ({asked})"
-    return f"{place}: nothing fits; micro-batch 1 needs {format_bytes(answer.needed_bytes)} ({asked})"
+        return f"{place}: micro-batch {answer.recommended_batch_size:,} ({question})"
+    return f"{place}: nothing fits; micro-batch 1 needs {format_bytes(answer.needed_bytes)} ({question})"
 
 
 def recommendation_columns(recommendation: Recommendation) -> Columns:

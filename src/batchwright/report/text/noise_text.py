@@ -69,21 +69,21 @@ def _batches(best: BestBatch) -> list[int]:
 # Branches at several batches as text: the critical batch by the curve, beside the noise scale.
 
 
-def summarize_branches(found: MeasuredCriticalBatch) -> str:
+def summarize_branches(measured: MeasuredCriticalBatch) -> str:
     """Say the answer in one line."""
-    critical = found.critical_batch
-    told = str(critical) if critical.resolved else f"{figure(critical.value)} samples"
-    proxy = "" if found.ratio is None else f", {found.ratio:.2g} times the noise scale"
-    return f"critical batch by training: {told}{proxy}"
+    critical = measured.critical_batch
+    span = str(critical) if critical.resolved else f"{figure(critical.value)} samples"
+    proxy = "" if measured.ratio is None else f", {measured.ratio:.2g} times the noise scale"
+    return f"critical batch by training: {span}{proxy}"
 
 
-def branches_columns(found: MeasuredCriticalBatch) -> list[tuple[str, list[str]]]:
+def branches_columns(measured: MeasuredCriticalBatch) -> list[tuple[str, list[str]]]:
     """A row per batch."""
 
     def fitted(branch: Branch) -> str:
-        return f"{found.min_steps + found.min_examples / branch.batch:,.0f}"
+        return f"{measured.min_steps + measured.min_examples / branch.batch:,.0f}"
 
-    rows = found.branches
+    rows = measured.branches
     return [
         ("batch", [f"{row.batch:,}" for row in rows]),
         ("learning\nrate x", ["-" if math.isnan(f := row.learning_rate_factor) else f"{f:.3g}" for row in rows]),
@@ -93,25 +93,29 @@ def branches_columns(found: MeasuredCriticalBatch) -> list[tuple[str, list[str]]
     ]
 
 
-def branches_remarks(found: MeasuredCriticalBatch) -> Iterator[str]:
+def branches_remarks(measured: MeasuredCriticalBatch) -> Iterator[str]:
     """What has to be said below the table, a line each."""
-    yield f"steps to a held-out loss of {found.target_loss:.4g}, mean of {len(found.branches[0].steps)} seeds."
-    yield f"at least {found.min_steps:,.0f} steps at any batch, at least {found.min_examples:,.0f} examples."
-    if found.noise_scale is not None:
-        yield f"noise scale along the smallest batch's run: {found.noise_scale}."
-    for note in found.notes:
+    yield f"steps to a held-out loss of {measured.target_loss:.4g}, mean of {len(measured.branches[0].steps)} seeds."
+    yield f"at least {measured.min_steps:,.0f} steps at any batch, at least {measured.min_examples:,.0f} examples."
+    if measured.noise_scale is not None:
+        yield f"noise scale along the smallest batch's run: {measured.noise_scale}."
+    for note in measured.notes:
         yield f"note: {note}."
 
 
-def draw_branches(found: MeasuredCriticalBatch) -> RenderableType:
+def draw_branches(measured: MeasuredCriticalBatch) -> RenderableType:
     """Draw the measurement for a terminal."""
-    return draw_table(summarize_branches(found), branches_columns(found), branches_remarks(found))
+    return draw_table(summarize_branches(measured), branches_columns(measured), branches_remarks(measured))
 
 
 def summarize_noise(run: NoiseRun) -> str:
     """Say the answer in one line."""
-    found, batch, unit = f"critical batch {run.critical_batch}", run.verdict.effective_batch, run.verdict.critical.unit
-    return f"{run.name}: {found}; the batch in use, {figure(batch)} {unit}, is {_beside(run.verdict.position)}"
+    critical, batch, unit = (
+        f"critical batch {run.critical_batch}",
+        run.verdict.effective_batch,
+        run.verdict.critical.unit,
+    )
+    return f"{run.name}: {critical}; the batch in use, {figure(batch)} {unit}, is {_beside(run.verdict.position)}"
 
 
 def _beside(position: str) -> str:
@@ -143,7 +147,7 @@ def noise_remarks(run: NoiseRun) -> Iterator[str]:
     if samples is not None and samples is not run.critical_batch:
         yield f"in samples: {samples}."
     if len(run.by_group) > 1:
-        yield "by parameter group: " + "; ".join(f"{name} {each}" for name, each in run.by_group.items()) + "."
+        yield "by parameter group: " + "; ".join(f"{name} {critical}" for name, critical in run.by_group.items()) + "."
     if not run.critical_batch.resolved:
         yield f"the upper end is not resolved: {_further(run.critical_batch)}."
     yield f"verdict: {run.verdict.recommendation}."

@@ -26,12 +26,12 @@ def summarize_tuned(tuned: Tuned) -> str:
         f"{advised['devices']:,} = effective batch {advised['effective_batch']:,}"
     )
     good = advised["range_within_5_percent"]
-    told = f"{split} ({advised['source']})"
+    text = f"{split} ({advised['source']})"
     if good is None:
-        return told
+        return text
     if not good[0] <= advised["effective_batch"] <= good[1]:
-        return f"{told}; {advised['best_effective_batch']:,} would be soonest"
-    return told if good[0] == good[1] else f"{told}; {good[0]:,} to {good[1]:,} are as good"
+        return f"{text}; {advised['best_effective_batch']:,} would be soonest"
+    return text if good[0] == good[1] else f"{text}; {good[0]:,} to {good[1]:,} are as good"
 
 
 def tuned_columns(tuned: Tuned) -> Columns:
@@ -72,8 +72,10 @@ def tuned_remarks(tuned: Tuned) -> Iterator[str]:
         yield f"not looked after: {', '.join(not_covered)}."
     audit = run["audit"]
     if isinstance(audit.get("exact"), bool):
-        told = "exact" if audit["exact"] else f"NOT the gradient of the big batch ({audit['cause'] or 'cause unknown'})"
-        yield f"accumulation: {told}, for {audit['what']}."
+        verdict = (
+            "exact" if audit["exact"] else f"NOT the gradient of the big batch ({audit['cause'] or 'cause unknown'})"
+        )
+        yield f"accumulation: {verdict}, for {audit['what']}."
         if not audit["exact"] and audit.get("remedy"):
             yield f"accumulation: {audit['remedy']}"
     for name, section in run.items():
