@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from types import ModuleType, TracebackType
 
 
-# Whose mistake is it: find the user's own lines in a traceback.
-
-
 def is_from_users_code(error: BaseException) -> bool:
     """Whether the error passed through a file that is neither ours nor an installed package's."""
     # A file that does not parse has no frame of its own.

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from batchwright.errors import InvalidInputError
 
-# The kinds of peak, apart from everything that needs torch: formulas speak of them too.
-
 
 @dataclass(frozen=True)
 class PeakBytes:

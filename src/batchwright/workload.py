@@ -2,7 +2,10 @@
 
 Promises:
 - it names no device: batchwright places model and batches;
-- what is obviously wrong is said when it is made; what only running shows is checked by the first small step.
+- what is obviously wrong is refused when it is made; what only running shows is checked by the first small step;
+- `from_transformers` makes batches by what the model's class takes (tokens, pixels) and the task it is registered for;
+  a class that takes no labels, or other inputs, is refused by name when its batch is asked for, so that a `batch=` of
+  the user's own can still replace it.
 """
 
 from __future__ import annotations
@@ -20,13 +23,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-
-# The parts of a workload for any transformers model with labels: batches of its own kind, its own loss.
-#
-# Promises:
-# - the batch follows from what the model's class takes (tokens, pixels) and from the task it is registered for;
-# - a class that takes no labels, or inputs of another kind, is refused by name when its batch is asked for, so that
-#   a batch= of the user's own can still replace it.
 
 # Where a config names no size, as convolutional nets do: what ImageNet models are trained at.
 _IMAGE_SIZE = 224

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from batchwright.cli.options import ONE_OF, OR_CARD, Command, parse_shape, shared, target_argument
+from batchwright.cli.options import ONE_OF, OR_CARD, Command, parse_shape, shared, target_argument, typed_options
 from batchwright.cli.streams import print_result, report_progress
 from batchwright.errors import InvalidInputError
 
@@ -46,12 +46,7 @@ def command(ctx: click.Context, /, target: str, as_json: bool, **options: Any) -
 
     In Python, bw.estimate also takes clip_norm, routing, allocator, snapshot and calibrate.
     """
-    given = [
-        param
-        for param in ctx.command.params
-        if ctx.get_parameter_source(param.name or "") is click.core.ParameterSource.COMMANDLINE
-    ]
-    typed = {max(param.opts, key=len) for param in given}
+    typed = typed_options(ctx)
     is_workload = ":" in target or target.endswith(".py")
     answer = _trace(target, options, typed) if is_workload else _use_formula(target, options["micro_batch"], typed)
     print_result(answer, as_json=as_json)
@@ -87,7 +82,7 @@ def _runs_on_cpu() -> bool:
 
 
 def _use_formula(name: str, micro_batch: int, typed: set[str]) -> Any:
-    refused = sorted(typed - {"target", "--micro-batch", "--json"})
+    refused = sorted(typed - {"TARGET", "--micro-batch", "--json"})
     if refused:
         raise InvalidInputError(
             f"{', '.join(refused)}: for a workload, and {name!r} is a model by name.",

@@ -55,6 +55,12 @@ def name_of(param: click.Parameter | None) -> str:
     return (param.name or "").upper() if isinstance(param, click.Argument) else max(param.opts, key=len)
 
 
+def typed_options(ctx: click.Context) -> set[str]:
+    """Return the options and arguments that the person typed, defaults left out, as they are spelled."""
+    given = click.core.ParameterSource.COMMANDLINE
+    return {name_of(param) for param in ctx.command.params if ctx.get_parameter_source(param.name or "") is given}
+
+
 class Command(click.Command):
     """A command that explains what click would only call an unknown option.
 
@@ -79,8 +85,8 @@ class Command(click.Command):
                     f"received {number!r}."
                 ) from None
             if error.option_name in self.moved:
-                error.message, error.possibilities = f"No such option: {error.option_name}", None
-                error.message += f"\n  try: {self.moved[error.option_name]}"
+                message = f"No such option: {error.option_name}\n  try: {self.moved[error.option_name]}"
+                raise click.NoSuchOption(error.option_name, message, ctx=ctx) from None
             raise
 
 

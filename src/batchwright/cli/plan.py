@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from batchwright.cli.options import Command, Count, name_of, shared
+from batchwright.cli.options import Command, Count, shared, typed_options
 from batchwright.cli.streams import print_json, print_result
 from batchwright.planning.dialects import unspoken_settings
 from batchwright.planning.split import POLICIES
@@ -99,16 +99,10 @@ def command(
 
 def _check_file(ctx: click.Context, config: str, devices: int, as_json: bool) -> int:
     """Check a config file; the numbers of a plan have no place beside it."""
-    given = [
-        name_of(param)
-        for param in ctx.command.params
-        if param.name not in ("config", "devices", "as_json")
-        and ctx.get_parameter_source(param.name or "") is click.core.ParameterSource.COMMANDLINE
-    ]
-    if given:
+    refused = ", ".join(sorted(typed_options(ctx) - {"--check", "--devices", "--json"}))
+    if refused:
         raise click.UsageError(
-            f"--check reads all numbers from the file and takes only --devices; received {', '.join(sorted(given))}.",
-            ctx,
+            f"--check reads all numbers from the file and takes only --devices; received {refused}.", ctx
         )
     from batchwright.planning.config_check import check_config
 

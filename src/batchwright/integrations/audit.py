@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# `bw.audit`: of a workload, or of a framework's own trainer.
-
-
 def audit(subject: Any, **options: Any) -> Audit:
     """Compare the accumulated gradient with that of the big batch.
 

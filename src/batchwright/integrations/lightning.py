@@ -1,4 +1,10 @@
-"""For Lightning: `BatchwrightCallback`, and `AuditFirstWindow`, which audits the first window of a run and leaves."""
+"""For Lightning: `BatchwrightCallback`, and `AuditFirstWindow`, which audits the first window of a run and leaves.
+
+Promises of the callback:
+- losses, weights and random numbers of the run are bit for bit what they are without it;
+- it begins when training does, so that what `BatchSizeFinder` tries before is not seen, and the size it finds is;
+- what it finds goes to the Trainer's loggers, from rank 0; what cannot be measured is in `notes`, and the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +31,6 @@ if TYPE_CHECKING:
 
     from batchwright.auditing.audit_result import Audit
 
-
-# `BatchwrightCallback` for Lightning: the critical batch and an audit of the accumulation, in a real `fit()`.
-#
-# Promises:
-# - losses, weights and random numbers of the run are bit for bit what they are without it;
-# - it begins when training does, so that what `BatchSizeFinder` tries before is not seen, and the size it finds is;
-# - what it finds goes to the Trainer's loggers, from rank 0; what cannot be measured is in `notes`, and the run goes
-#   on.
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 

@@ -1,7 +1,13 @@
-"""Where metrics go: TensorBoard, Weights & Biases, MLflow, Trackio, a Lightning logger, or a function of one's own.
+"""Metrics of a batch, and where they go: TensorBoard, Weights & Biases, MLflow, Trackio, a Lightning logger, ...
 
-What cannot be written to is refused when a tracker is made, before training; what fails later is `Tracker`'s matter.
 None of these packages is imported here, but by whoever hands in what is theirs.
+
+Promises:
+- eight names, filled from whatever results are at hand; every value is a finite number: what is unresolved, infinite or
+  not known is left out, never written as NaN;
+- sizes are in samples, `batch/units` in what the loss is a mean over, `batch/waste` a share from 0 to 1;
+- what cannot be written to is refused when a tracker is made, before training; after that nothing here ends a training:
+  a target that fails, or a value that is no number, is warned of once, left out and counted in `failures`.
 """
 
 from __future__ import annotations
@@ -22,12 +28,6 @@ from batchwright.units import shortened, whole_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-
-# What charts show of a batch: eight names, filled from whatever results are at hand.
-#
-# Promises:
-# - every value is a finite number: what is unresolved, infinite or not known is left out, never written as NaN;
-# - sizes are in samples, `batch/units` in what the loss is a mean over, `batch/waste` a share from 0 to 1.
 
 MICRO = "batch/micro"
 ACCUMULATION = "batch/accumulation"
@@ -142,15 +142,6 @@ def _num_ranks() -> int:
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-# `Tracker`: one place that metrics go to, and what happens where it does not take them.
-#
-# Promises:
-# - what reaches a target is finite numbers;
-# - nothing here ends a training: a target that fails, or a value that is no number, is warned of once and left out,
-#   and
-#   counted in `failures`.
 
 
 class TrackerWarning(UserWarning):

@@ -1,4 +1,11 @@
-"""Samples that are over the budget by themselves: an error, left out, or each a batch of its own, as asked."""
+"""What a batch costs, padded to its longest sample, and how many samples of a length stay within a budget.
+
+A sample that is over the budget on its own is an error, is left out, or is a batch by itself, as `oversize` says.
+
+Promises:
+- a budget is a bound, never a target: a batch that is cut by it costs at most that;
+- everything is a formula of whole arrays.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +23,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Numbers = npt.NDArray[np.int64]
-
-
-# What a batch costs, padded to its longest sample, and how many samples of a length stay within a budget.
-#
-# Promises:
-# - a budget is a bound, never a target: a batch that is cut by it costs at most that;
-# - everything is a formula of whole arrays.
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,17 @@
 """One epoch planned: which samples make which batch, for which rank, in which round.
 
+Every sample is thrown into one of several windows at random, and each window is sorted, longest first. One window is a
+full sort: nearly no padding, but the same batch-mates in every epoch. Many windows are nearly random. Window, length
+and sample share one 64-bit key, so that a single sort of plain integers does all of it. The batches cut from that order
+are dealt to ranks: one for each in every round, of like cost, in shuffled order.
+
 Promises:
-- every sample comes exactly once, for any number of ranks;
-- a plan is a function of seed, epoch and what is left of the epoch: it is made anew, never replayed.
+- every sample comes exactly once, for any number of ranks, and a batch costs at most the budget;
+- a plan is a function of seed, epoch and what is left of the epoch: it is made anew, never replayed;
+- no loop over samples: one sort, then as many vector operations as a window has batches;
+- every rank has as many batches as the others: batches are split if they do not go up in rounds, and if there are
+  fewer samples than places, ranks repeat one that counts nothing, in the last round;
+- within a round costs are as alike as the batches allow, so that ranks hardly wait for each other.
 """
 
 from __future__ import annotations
@@ -22,18 +31,6 @@ if TYPE_CHECKING:
     Numbers = npt.NDArray[np.int64]
     from collections.abc import Callable
 
-
-# Samples of an epoch in an order in which neighbours are of like length, and the cuts between batches.
-#
-# Every sample is thrown into one of several windows at random, and each window is sorted, longest first. One window is
-# a
-# full sort: nearly no padding, but the same batch-mates in every epoch. Many windows are nearly random. Window, length
-# and sample share one 64-bit key, so that a single sort of plain integers does all of it.
-#
-# Promises:
-# - the order depends on the seed and the epoch alone;
-# - a batch never reaches over the end of a window, and costs at most the budget;
-# - no loop over samples: one sort, then as many vector operations as a window has batches.
 
 # As many as these leave next to no ties.
 _TIE_BITS = 16
@@ -182,16 +179,6 @@ def _classes(second: Numbers, num_classes: int) -> Numbers:
     """Part samples into classes of about as many each by their second length, alike ones together."""
     edges = np.unique(np.quantile(second, np.arange(1, num_classes) / num_classes, method="lower"))
     return np.searchsorted(edges, second, side="left")
-
-
-# Batches dealt to ranks: one for each in every round, of like cost, in shuffled order.
-#
-# Promises:
-# - every rank has as many batches as the others, and no sample comes twice;
-# - batches are split where they do not go up in rounds; where there are fewer samples than places, ranks repeat one
-#   that
-#   counts nothing, in the last round;
-# - within a round costs are as alike as the batches allow, so that ranks hardly wait for each other.
 
 
 @dataclass(frozen=True)

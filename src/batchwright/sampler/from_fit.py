@@ -1,4 +1,11 @@
-"""A sampler whose largest batches have run: the budget comes from a fit, and probes have the last word."""
+"""A sampler whose largest batches have run: the budget comes from a fit, and probes have the last word.
+
+The cost of a batch in bytes is fitted to the probes of a fit over several sequence lengths.
+
+Promises:
+- coefficients are not negative, and no probe took more than the cost says: the fit is raised to the highest of them;
+- a probe that ran out of memory is over the budget by the cost too.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +29,6 @@ if TYPE_CHECKING:
     from batchwright.fitting.fit_result import Fit
     from batchwright.sampler.token_batch_sampler import TokenBatchSampler
 
-
-# The bytes of a batch as a cost, from the probes of a fit over several sequence lengths.
-#
-# Promises:
-# - coefficients are not negative, and no probe took more than the cost says: the fit is raised to the highest of them;
-# - a probe that ran out of memory is over the budget by the cost too.
 
 _LEAST_SHAPES = 3
 

@@ -3,7 +3,8 @@
 Promises:
 - the gradient of a window is that of its mean loss over all labels, for any split, the last window included, and over
   all ranks (unless `average_tokens_across_devices` is switched off);
-- what the head's loss is a mean over is measured on a small batch of the trainer's own data, not assumed;
+- what the head's loss is a mean over is measured on a small batch of the trainer's own data, not assumed: the batch is
+  cut in two, and a unit is named only if the loss of the whole is the mean of the parts' losses weighted by it;
 - nothing but two methods of this one trainer is replaced, and `undo()` puts them back.
 """
 
@@ -26,11 +27,6 @@ from batchwright.units import shortened
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-
-# What the loss of a transformers head is a mean over: found by cutting a batch in two and weighing the parts.
-#
-# Promises:
-# - a unit is named only where the loss of the whole is the mean of the parts' losses weighted by it.
 
 _IGNORED = -100
 UNITS = {
@@ -219,7 +215,7 @@ def _unchanged(trainer: Any, reason: str, head: HeadCheck | None = None, *, is_e
     return ExactLoss(head, None, is_exact, (), reason, {}, trainer)
 
 
-# --- the methods that take the place of Trainer's
+# The methods that take the place of Trainer's.
 
 
 def _by_units(trainer: Any, unit: str) -> Any:
@@ -301,7 +297,7 @@ def _never_empty(labels: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
     return flat.view_as(labels)
 
 
-# --- asking
+# What is refused, and what is measured first.
 
 
 def _check(trainer: Any) -> None:

@@ -1,7 +1,8 @@
 """`fit_trainer`: the largest per-device batch size of a transformers Trainer, set on it with the effective batch kept.
 
 Promises:
-- a probe is the trainer's own `train()`, ended after its second optimizer step, on the longest samples of its data;
+- a probe is the trainer's own `train()`, ended after its second optimizer step, on the longest samples of its data, at
+  every size; it logs, evaluates, saves and reports nothing, and calls no callback but the trainer's own flow;
 - afterwards the trainer is as it was, but for the two sizes: it trains as one that was never probed;
 - the micro-batch that is set has run with its full accumulation.
 """
@@ -42,13 +43,6 @@ if TYPE_CHECKING:
     from batchwright.device.outcome import Outcome
     from batchwright.planning.plan import Plan
 
-
-# Probes of a transformers Trainer: its own `train()`, cut after the second optimizer step, without a trace.
-#
-# Promises:
-# - a probe runs on the longest samples of the trainer's data, at every size;
-# - nothing is logged, evaluated, saved or reported by a probe, and no callback but the trainer's own flow is called;
-# - afterwards the trainer, and what it reaches, is as it was.
 
 # More than two: under fp16 the first steps are often skipped, and a skipped step makes no moments.
 _MOST_STEPS = 20

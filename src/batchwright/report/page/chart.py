@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 
-# From values to places on a drawing, and the values worth a tick.
-
-
 @dataclass(frozen=True)
 class Scale:
     """A straight or logarithmic axis from `low` at `start` to `high` at `end`, in pixels.

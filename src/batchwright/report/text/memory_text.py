@@ -1,4 +1,4 @@
-"""A recommendation as text: a row for each model and memory, then what was assumed and what to do."""
+"""Memory as text: an estimate, every card of the catalogue, and a recommendation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from batchwright.memory.recommend import Answer, Recommendation
     from batchwright.report.display import Columns
 
-
-# An estimate as text: the peak, its parts and which of them grow, the phases as a picture, the largest owners.
 
 _BAR_WIDTH = 40
 
@@ -138,9 +136,6 @@ def _place(module: str, operator: str, width: int = 44) -> str:
 def _indented(columns: Columns, *, left: int) -> Iterator[str]:
     for line in "\n".join(table_lines(columns, left=left)).split("\n"):
         yield f"  {line}"
-
-
-# Every card of the catalogue as text: which take the step, and with what micro-batch.
 
 
 def summarize_cards(cards: EveryCard) -> str:

@@ -1,4 +1,4 @@
-"""A noise run as text: the critical batch, the trend along training, and the verdict."""
+"""Noise as text: a run of `noise`, the best batch, and branches at several batches."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from batchwright.planning.critical_batch import CriticalBatch
     from batchwright.planning.soonest import BestBatch
     from batchwright.report.display import Columns
-
-
-# The best batch as text: the answer, a row per batch worth comparing, and what it rests on.
 
 
 def summarize_best_batch(best: BestBatch) -> str:
@@ -64,9 +61,6 @@ def draw_best_batch(best: BestBatch) -> RenderableType:
 def _batches(best: BestBatch) -> list[int]:
     others = {*best.range_within_5_percent, *(batch for batch, _ in best.step_seconds.points)} - {best.value}
     return [best.value, *sorted(others)]
-
-
-# Branches at several batches as text: the critical batch by the curve, beside the noise scale.
 
 
 def summarize_branches(measured: MeasuredCriticalBatch) -> str:

@@ -1,4 +1,4 @@
-"""Advice as text: the settings before and after side by side, then why, then what to type."""
+"""Plans as text: a plan, the check of a config, and advice."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from batchwright.planning.plan import Plan, Row
     from batchwright.planning.times import TimeModel
     from batchwright.report.display import Columns
-
-
-# A plan as text: one line, or the comparison table with what has to be said about it.
 
 
 def summarize_plan(plan: Plan) -> str:
@@ -110,8 +107,6 @@ def _times_remark(times: TimeModel, is_extrapolated: bool) -> str:
         remark += f"; these points cannot tell {' and '.join(times.unknown)}, so the simplest fit was taken"
     return remark + ("; ~ is outside the sizes measured." if is_extrapolated else ".")
 
-
-# The check of a config as text: the verdict first, then the numbers, then what to change.
 
 _KINDS = {"deepspeed": "DeepSpeed config", "transformers": "TrainingArguments"}
 
