@@ -16,7 +16,7 @@ from batchwright.device.outcome import Outcome
 from batchwright.errors import InvalidInputError
 from batchwright.fitting.fit_result import Fit
 from batchwright.sampler import from_fit as certified
-from batchwright.sampler.from_fit import fitted_cost
+from batchwright.sampler.from_fit import fit_cost
 from batchwright.units import PeakBytes
 
 LIMIT = 1_000_000
@@ -45,7 +45,7 @@ def table(lengths: list[int], cost: tuple[float, float, float]) -> Fit:
 @given(st.floats(0, 3e5), st.floats(1.0, 50), st.floats(0, 0.05))
 def test_no_probe_took_more_than_the_cost_says_and_a_failed_one_is_over(a: float, b: float, c: float) -> None:
     fit = table([64, 256, 1024], (a, b, c))
-    cost, limit = fitted_cost(fit)
+    cost, limit = fit_cost(fit)
     assert min(cost.fixed, cost.per_token, cost.per_token_squared) >= 0
     for one in fit.shapes:
         for trial in one.trials:

@@ -127,11 +127,11 @@ class Usable:
     num_single: int = 0
 
 
-def usable_samples(lengths: Numbers, budget: Budget, choice: str) -> Usable:
+def select_usable(lengths: Numbers, budget: Budget, choice: str) -> Usable:
     """Find the samples over the budget, and do with them as was chosen.
 
     >>> from batchwright.sampler.cost import Budget
-    >>> usable_samples(np.array([[5], [9]]), Budget(8), "drop").samples
+    >>> select_usable(np.array([[5], [9]]), Budget(8), "drop").samples
     array([0])
     """
     if choice not in OVERSIZE:

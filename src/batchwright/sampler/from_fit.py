@@ -19,8 +19,8 @@ from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.fitting.fit import fit as run_fit
 from batchwright.fitting.fit_result import limited_peak
 from batchwright.sampler.cost import BatchCost
-from batchwright.sampler.lengths import lengths_of
-from batchwright.sampler.resume import place_of
+from batchwright.sampler.lengths import gather_lengths
+from batchwright.sampler.resume import read_rank
 from batchwright.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _LEAST_SHAPES = 3
 
 
-def length_name(fit: Fit) -> str:
+def find_length_name(fit: Fit) -> str:
     """Return the one name of a shape that varies over the fit: the length of a sample."""
     rows = fit.shapes or (fit,)
     names = {name for row in rows for name in row.shape}
@@ -47,9 +47,9 @@ def length_name(fit: Fit) -> str:
     return varying[0]
 
 
-def fitted_cost(fit: Fit) -> tuple[BatchCost, float]:
+def fit_cost(fit: Fit) -> tuple[BatchCost, float]:
     """Return the bytes of a batch by samples and length, and the bytes that it may take."""
-    name = length_name(fit)
+    name = find_length_name(fit)
     rows = fit.shapes or (fit,)
     trials = [(t.micro_batch, int(row.shape[name]), t) for row in rows for t in row.trials]
     ran = [(n, length, limited_peak(t)) for n, length, t in trials if t.fits]
@@ -100,7 +100,7 @@ def _not_negative(rows: np.ndarray[Any, Any]) -> list[float]:
 _MOST_TRIES = 6
 
 
-def certified_sampler(
+def build_certified_sampler(
     make: Callable[..., TokenBatchSampler], fit: Fit, lengths: Any, workload: Any, **options: Any
 ) -> TokenBatchSampler:
     """Make a sampler by the bytes of a fit, probe its largest batches, and lower the budget until they run."""
@@ -109,15 +109,15 @@ def certified_sampler(
             "from_fit takes budget and cost from the fit; max_tokens= and cost= have no place beside it.",
             remedy="TokenBatchSampler(lengths, max_tokens=...) for a budget of your own",
         )
-    table = lengths_of(lengths, options.get("dataset"), options.get("progress"), options.pop("remember", None))
+    table = gather_lengths(lengths, options.get("dataset"), options.get("progress"), options.pop("remember", None))
     if table.shape[1] == 2:
         raise InvalidInputError("from_fit knows one length per sample, the one its fit varied; these have two.")
-    name, (cost, limit) = length_name(fit), fitted_cost(fit)
-    place = place_of(options.get("rank"), options.get("world_size"))
+    name, (cost, limit) = find_length_name(fit), fit_cost(fit)
+    place = read_rank(options.get("rank"), options.get("world_size"))
     budget = limit
     for _ in range(_MOST_TRIES):
         sampler = make(table, budget, cost=cost, **options)
-        batches = extreme_batches(sampler)
+        batches = find_extreme_batches(sampler)
         for samples, length in batches:
             shape = {**{key: value for key, value in fit.shape.items() if key != name}, name: length}
             answer = run_fit(workload, on=fit.on, memory=int(limit), limit=samples, shapes=shape, cache=False)
@@ -160,7 +160,7 @@ def check_that_ranks_agree(budget: float, place: tuple[int, int]) -> None:
         )
 
 
-def extreme_batches(sampler: TokenBatchSampler) -> list[tuple[int, int]]:
+def find_extreme_batches(sampler: TokenBatchSampler) -> list[tuple[int, int]]:
     """Return the batches that no epoch goes beyond, as samples and padded length, the costliest first.
 
     Of the lengths there are: the one whose fullest batch costs most, the longest, the shortest, and the middle one. A

@@ -54,7 +54,7 @@ def read_lengths(given: Any) -> npt.NDArray[np.int64]:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
-def lengths_of(
+def gather_lengths(
     given: Any, dataset: Any, progress: Callable[[str], None] | None, remember: str | Path | None
 ) -> npt.NDArray[np.int64]:
     """Return the lengths of all samples, measured where a function was given, and check them against the dataset."""

@@ -38,10 +38,10 @@ MOST_RANKS = 2**20
 """More than any cluster has; a plan holds one place for each rank and round."""
 
 
-def number_of_ranks(value: object, name: str) -> int:
+def check_num_ranks(value: object, name: str) -> int:
     """Return a number of ranks, or say why it cannot be one.
 
-    >>> number_of_ranks(8, "world_size")
+    >>> check_num_ranks(8, "world_size")
     8
     """
     ranks = whole_number(value, name)
@@ -50,7 +50,7 @@ def number_of_ranks(value: object, name: str) -> int:
     return ranks
 
 
-def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def read_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return rank and number of ranks: as given, else the process group's, else one."""
     if (rank is None) != (world_size is None):
         raise InvalidInputError("rank and world_size go together.", remedy="both, or neither for the process group's")
@@ -61,7 +61,7 @@ def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
             return 0, 1
         is_group = dist.is_available() and dist.is_initialized()
         return (dist.get_rank(), dist.get_world_size()) if is_group else (0, 1)
-    rank, world_size = whole_number(rank, "rank", least=0), number_of_ranks(world_size, "world_size")
+    rank, world_size = whole_number(rank, "rank", least=0), check_num_ranks(world_size, "world_size")
     if rank >= world_size:
         raise InvalidInputError(f"rank {rank} of {counted(world_size, 'rank')}: they are counted from 0.")
     return rank, world_size
@@ -156,7 +156,7 @@ class EpochProgress:
                 f"a state has at most {_MOST_SEGMENTS:,} segments, one per change of ranks; received {len(given):,}."
             )
         segments = [
-            Segment(number_of_ranks(ranks, "ranks"), whole_number(rounds, "rounds", least=0)) for ranks, rounds in given
+            Segment(check_num_ranks(ranks, "ranks"), whole_number(rounds, "rounds", least=0)) for ranks, rounds in given
         ]
         # Each round but the last of a segment takes a sample of its own for every rank.
         least = sum(max(segment.rounds - 1, 0) * segment.ranks + (segment.rounds > 0) for segment in segments)

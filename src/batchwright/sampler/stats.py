@@ -67,7 +67,7 @@ class SamplerStats(PrintedResult):
         return table_to_html(summarize_stats(self), stats_columns(self), stats_remarks(self))
 
 
-def stats_of(plan: EpochPlan, following: EpochPlan, usable: Usable, num_windows: int) -> SamplerStats:
+def summarize_epoch(plan: EpochPlan, following: EpochPlan, usable: Usable, num_windows: int) -> SamplerStats:
     """Return what an epoch is like, beside the one after it."""
     num_batches = int((plan.sizes > 0).sum())
     return SamplerStats(

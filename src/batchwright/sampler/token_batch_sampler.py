@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchwright.errors import InvalidInputError
-from batchwright.sampler.cost import BatchCost, Budget, usable_samples
+from batchwright.sampler.cost import BatchCost, Budget, select_usable
 from batchwright.sampler.epoch_plan import FirstEpoch, cut_epoch
-from batchwright.sampler.lengths import lengths_of
+from batchwright.sampler.lengths import gather_lengths
 from batchwright.sampler.mixing import choose_mixing
-from batchwright.sampler.resume import EpochProgress, Received, Tracked, place_of, refuse_second_sharding
-from batchwright.sampler.stats import SamplerStats, stats_of
+from batchwright.sampler.resume import EpochProgress, Received, Tracked, read_rank, refuse_second_sharding
+from batchwright.sampler.stats import SamplerStats, summarize_epoch
 from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
@@ -118,11 +118,11 @@ class TokenBatchSampler:
         remember: str | Path | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
-        self.lengths = lengths_of(lengths, dataset, progress, remember)
+        self.lengths = gather_lengths(lengths, dataset, progress, remember)
         self.budget = Budget(max_tokens, BatchCost() if cost is None else cost, max_samples, multiple_of)
-        self.rank, self.world_size = place_of(rank, world_size)
+        self.rank, self.world_size = read_rank(rank, world_size)
         self.seed = whole_number(seed, "seed", least=0)
-        self._usable = usable_samples(self.lengths, self.budget, oversize)
+        self._usable = select_usable(self.lengths, self.budget, oversize)
         some = self.lengths if self._usable.samples is None else self.lengths[self._usable.samples]
         self._mixing = choose_mixing(some, self.budget, waste=waste, seed=self.seed)
         self._per_step = None if max_tokens_per_step is None else self._checked_step(max_tokens_per_step)
@@ -146,9 +146,9 @@ class TokenBatchSampler:
 
         `workload` is what was fitted: a Workload, or its target. `options` are those of the sampler itself.
         """
-        from batchwright.sampler.from_fit import certified_sampler
+        from batchwright.sampler.from_fit import build_certified_sampler
 
-        return certified_sampler(cls, fit, lengths, workload, **options)
+        return build_certified_sampler(cls, fit, lengths, workload, **options)
 
     def __repr__(self) -> str:
         return (
@@ -201,7 +201,7 @@ class TokenBatchSampler:
 
     def stats(self) -> SamplerStats:
         """Return what this epoch is like, all ranks together; of one that changed its ranks, what was left of it."""
-        return stats_of(self.planned, self._plan_of(self.epoch + 1), self._usable, self._mixing.num_windows)
+        return summarize_epoch(self.planned, self._plan_of(self.epoch + 1), self._usable, self._mixing.num_windows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loop stands: the batches it received, as `track(loader)` or an Accumulator counts them."""

@@ -322,7 +322,7 @@ def test_two_ranks_agree_with_the_big_batch(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
         [*command, str(script), str(tmp_path)], capture_output=True, text=True, timeout=180, env=environment
     )
