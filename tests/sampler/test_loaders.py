@@ -63,9 +63,9 @@ def test_without_workers_somebody_has_to_count_too() -> None:
     next(iterator)
     with pytest.raises(InvalidInputError, match="nobody counts"):
         sampler.state_dict()
-    iterator = iter(sampler.track(loader_of(sampler)))
+    tracked = iter(sampler.track(loader_of(sampler)))
     for _ in range(3):
-        next(iterator)
+        next(tracked)
     assert sampler.state_dict()["segments"] == [[1, 3]]
 
 
