@@ -113,3 +113,7 @@ class TestAudit:
         ran = run("audit", *arguments)
         assert (ran.code, ran.out) == (2, "")
         assert said in ran.err
+
+    def test_a_way_of_dropout_that_there_is_not_is_refused(self) -> None:
+        with pytest.raises(bw.BatchwrightError, match='dropout is "off" or "replayed"'):
+            bw.audit("train.py:workload", dropout="on")
