@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # The prior: the scale of the log change over the window, and how likely it is taken to be. A curvature of the log is
 # taken to be half as large as its slope. They are round numbers that span what a window can hold. The share of "no
 # drift" was chosen among 0, 0.25, 0.4 and 0.5 by coverage and width on simulated runs whose speeds of drift are among
-# those of benchmarks/noise_coverage.py; docs/reference/benchmarks.md has the coverage over these and over other shapes of drift.
+# those of benchmarks/noise_coverage.py; docs/reference/benchmarks.md has the coverage over these and over others.
 _SCALES = ((0.0, 0.4), (0.3, 0.2), (1.0, 0.2), (3.0, 0.2))
 _CURVATURE = 0.5
 _BREAK, _RECENT = 0.1, (0.5, 0.25)
