@@ -166,7 +166,7 @@ def test_the_workspace_of_cublas_is_that_of_torch_2_13(name: str, workspace: int
 
 
 def test_the_page_of_cards_says_what_the_file_says() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "cards.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "cards.md").read_text(encoding="utf-8")
     for card in all_cards():
         context = context_of(card)
         span = f"{context.typical_bytes // MIB} ({context.low_bytes // MIB} to {context.high_bytes // MIB})"

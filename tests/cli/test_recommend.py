@@ -14,7 +14,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.conftest import Run
 
-PAGE = Path(__file__).parents[2] / "docs" / "recommend.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "recommend.md"
 KEYS = {
     "recommended_batch_size",
     "memory_per_sample",

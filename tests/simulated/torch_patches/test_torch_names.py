@@ -63,7 +63,7 @@ def test_the_range_is_the_same_wherever_it_is_written() -> None:
     python = project["requires-python"].removeprefix(">=")
     assert f"Python {python} or newer, torch {oldest} or newer" in (PROJECT / "README.md").read_text()
     assert f"Python {python} 或更新的版本、torch {oldest} 或更新的版本" in (PROJECT / "README.zh.md").read_text()
-    limits = (PROJECT / "docs" / "limits.md").read_text()
+    limits = (PROJECT / "docs" / "reference" / "tested.md").read_text()
     assert f"torch {oldest} and newer, Python {python} and newer" in limits
     assert f"torch=={torch_names.OLDEST} " in (PROJECT / "Makefile").read_text()
     pinned = re.search(r"^torch==(\S+)$", (PROJECT / "constraints.txt").read_text(), re.M)
@@ -74,7 +74,7 @@ def test_the_range_is_the_same_wherever_it_is_written() -> None:
 
 def test_the_pythons_of_the_classifiers_are_those_that_were_run() -> None:
     classifiers = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["classifiers"]
-    limits = (PROJECT / "docs" / "limits.md").read_text()
+    limits = (PROJECT / "docs" / "reference" / "tested.md").read_text()
     versions = [line.rpartition(" ")[2] for line in classifiers if re.search(r":: 3\.\d+$", line)]
     assert versions
     assert [version for version in versions if not re.search(rf"Python {re.escape(version)}\.\d+", limits)] == []
