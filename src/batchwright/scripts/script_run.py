@@ -1,0 +1,87 @@
+"""`ScriptRun`: what one run of the user's program did before it was cut, as plain data that crosses processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from batchwright.units import PeakBytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# How a run ended.
+CUT, FINISHED, OUT_OF_MEMORY, FAILED, EXITED, SILENT = (
+    *("cut", "finished", "out_of_memory", "failed"),
+    *("exited", "silent"),
+)
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """What was seen of a program until its last window: the evidence behind every answer about a script."""
+
+    end: str = SILENT
+    windows: str = "optimizer steps"
+    """What was counted to cut the run: optimizer steps, zeroed gradients, or forwards."""
+    num_windows: int = 0
+    optimizers: tuple[str, ...] = ()
+    backwards_per_window: tuple[int, ...] = ()
+    input_shapes: tuple[tuple[int, ...], ...] = ()
+    """The shape of the first tensor of each forward of a top-level module, in order."""
+    loader_batch_sizes: tuple[int, ...] = ()
+    options: Mapping[str, int] = field(default_factory=dict)
+    """Whole numbers among the program's own options that have to do with a batch, by the option that sets them."""
+    window_seconds: tuple[float, ...] = ()
+    seconds: float = 0.0
+    peak_bytes: PeakBytes | None = None
+    made_up_reads: int = 0
+    """Values that were read back from a simulated card and are not known."""
+    files_written: tuple[str, ...] = ()
+    """What the program wrote, led to a scratch folder."""
+    notes: tuple[str, ...] = ()
+    error: str = ""
+    traceback: str = ""
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether the program did what it was run for."""
+        return self.end == CUT or (self.end == FINISHED and self.num_windows > 0)
+
+    @property
+    def batch_size(self) -> int | None:
+        """The first dimension that most forwards had; None if no forward with a tensor was seen."""
+        counted = Counter(shape[0] for shape in self.input_shapes if shape)
+        return counted.most_common(1)[0][0] if counted else None
+
+    @property
+    def accumulation(self) -> int | None:
+        """Backwards in most windows."""
+        counted = Counter(self.backwards_per_window)
+        return counted.most_common(1)[0][0] if counted else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> ScriptRun:
+        """Read back what `to_dict` wrote, or what JSON made of it.
+
+        >>> run = ScriptRun(end=CUT, input_shapes=((8, 3), (8, 3)), peak_bytes=PeakBytes(allocated=5))
+        >>> import json
+        >>> ScriptRun.from_dict(json.loads(json.dumps(run.to_dict()))) == run
+        True
+        """
+        known = {entry.name: data[entry.name] for entry in fields(ScriptRun) if entry.name in data}
+        read: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in known.items()
+        }
+        run = ScriptRun(**read)
+        peak = known.get("peak_bytes")
+        return replace(
+            run,
+            input_shapes=tuple(tuple(shape) for shape in run.input_shapes),
+            peak_bytes=None if peak is None else PeakBytes(**peak),
+        )

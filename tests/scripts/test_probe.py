@@ -1,0 +1,196 @@
+"""Programs as people write them, run to their cut in real processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from textwrap import dedent
+from typing import TYPE_CHECKING
+
+import pytest
+
+from batchwright.errors import BatchwrightError, InvalidInputError, StepFailedError
+from batchwright.scripts.command import read_command
+from batchwright.scripts.probe import ScriptProbe, check_that_it_ran
+
+if TYPE_CHECKING:
+    from batchwright.scripts.script_run import ScriptRun
+
+TRAIN = """
+    import argparse, sys
+    import torch
+    from torch import nn
+    from helper import make_model
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", "-b", type=int, default=4)
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=0)
+    args = parser.parse_args()
+    data = torch.utils.data.TensorDataset(torch.randn(512, 8))
+    loader = torch.utils.data.DataLoader(data, batch_size=args.batch_size, num_workers=args.workers)
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    for epoch in range(1000):
+        for i, (x,) in enumerate(loader):
+            (model(x).pow(2).mean() / args.accumulation).backward()
+            if (i + 1) % args.accumulation == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                print("step", i)
+                torch.save(model.state_dict(), "model.pt")
+                open("log.txt", "a").write("a line")
+"""
+HELPER = (
+    "from torch import nn\ndef make_model():\n    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(dedent(TRAIN))
+    (tmp_path / "helper.py").write_text(HELPER)
+    (tmp_path / "log.txt").write_text("mine")
+    return tmp_path
+
+
+def probe(folder: Path, words: str, **options: object) -> ScriptRun:
+    return ScriptProbe(read_command(words.split()), cwd=folder, **{"seconds": 60.0, **options}).run()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "words", ["train.py --batch-size 16", "python -u train.py -b 16", "python -m train -b 16 --workers 1"]
+)
+def test_a_training_script_is_cut_after_two_steps(folder: Path, words: str) -> None:
+    run = probe(folder, words)
+    assert (run.end, run.windows, run.num_windows) == ("cut", "optimizer steps", 2)
+    assert (run.batch_size, run.accumulation, run.optimizers) == (16, 1, ("Adam",))
+    assert run.options["--batch-size"] == 16
+    assert run.loader_batch_sizes == (16,)
+    assert run.peak_bytes is not None
+    assert {Path(path).name for path in run.files_written} == {"model.pt", "log.txt"}
+    assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == [
+        "helper.py",
+        "log.txt",
+        "train.py",
+    ]
+    assert (folder / "log.txt").read_text() == "mine"
+
+
+def test_accumulation_is_counted(folder: Path) -> None:
+    run = probe(folder, "train.py --accumulation 3", num_windows=3)
+    assert run.backwards_per_window == (3, 3, 3)
+
+
+def test_a_program_that_fails_keeps_its_traceback(folder: Path) -> None:
+    (folder / "bad.py").write_text("import torch\nprint('about to fail')\ntorch.ones(2) @ torch.ones(3)\n")
+    run = probe(folder, "bad.py")
+    assert run.end == "failed"
+    with pytest.raises(StepFailedError, match=r"(?s)bad\.py.*line 3.*about to fail"):
+        check_that_it_ran(run, read_command(["bad.py"]), seconds=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        ("print('nothing to do')", InvalidInputError, "ended by itself"),
+        ("import sys; sys.exit(4)", StepFailedError, "sys.exit"),
+        ("import time; time.sleep(60)", BatchwrightError, "within 3 s"),
+        ("input('how many? ')", StepFailedError, "EOF"),
+        ("import os; os._exit(9)", StepFailedError, "code 9"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", StepFailedError, "SIGSEGV"),
+    ],
+)
+def test_whatever_happens_there_is_an_answer(folder: Path, text: str, error: type[Exception], words: str) -> None:
+    (folder / "odd.py").write_text(text)
+    run = probe(folder, "odd.py", seconds=3.0)
+    with pytest.raises(error, match=words):
+        check_that_it_ran(run, read_command(["odd.py"]), seconds=3)
+
+
+def test_updates_by_hand_and_two_optimizers(folder: Path) -> None:
+    (folder / "by_hand.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(4, 1)\n"
+        "while True:\n    model.zero_grad()\n    model(torch.ones(8, 4)).sum().backward()\n"
+        "    for p in model.parameters(): p.data.add_(p.grad, alpha=-0.1)\n"
+    )
+    run = probe(folder, "by_hand.py")
+    assert (run.end, run.windows, run.batch_size) == ("cut", "zeroed gradients", 8)
+    assert set(run.backwards_per_window) == {1}
+    (folder / "gan.py").write_text(
+        "import torch\na, b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)\n"
+        "A, B = torch.optim.SGD(a.parameters(), 1e-3), torch.optim.Adam(b.parameters())\n"
+        "while True:\n    b(a(torch.ones(8, 4))).sum().backward()\n    A.step()\n    B.step()\n"
+    )
+    run = probe(folder, "gan.py")
+    assert (run.num_windows, run.optimizers) == (2, ("Adam", "SGD"))
+
+
+def test_nothing_that_it_started_is_left(folder: Path) -> None:
+    (folder / "forks.py").write_text(
+        "import os, time, subprocess, sys\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
+        f"open({str(folder / 'scratch_pid')!r}, 'w')\nprint(p.pid, flush=True)\n"
+        "import torch\nm = torch.nn.Linear(2, 1); o = torch.optim.SGD(m.parameters(), 0.1)\n"
+        "print('PID', p.pid)\nfor _ in range(9):\n    m(torch.ones(2, 2)).sum().backward(); o.step()\n"
+    )
+    before = time.monotonic()
+    run = probe(folder, "forks.py")
+    assert run.end == "cut"
+    assert time.monotonic() - before < 60
+    sleeping = [
+        entry
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and b"time.sleep(100)" in _command_line(entry) and int(entry.name) != os.getpid()
+    ]
+    assert sleeping == []
+
+
+def _command_line(entry: Path) -> bytes:
+    try:
+        return (entry / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_budget_is_kept(folder: Path) -> None:
+    (folder / "wide.py").write_text(
+        "import sys, torch\nm = torch.nn.Linear(1024, 1024); o = torch.optim.SGD(m.parameters(), 0.1)\n"
+        "for _ in range(9):\n    m(torch.ones(int(sys.argv[1]), 1024)).sum().backward(); o.step(); o.zero_grad()\n"
+    )
+    small = ScriptProbe(read_command(["wide.py", "64"]), cwd=folder).run(limit_bytes=64 * 2**20)
+    large = ScriptProbe(read_command(["wide.py", "65536"]), cwd=folder).run(limit_bytes=64 * 2**20)
+    assert (small.end, large.end) == ("cut", "out_of_memory")
+    assert small.peak_bytes is not None
+    assert small.peak_bytes.device is not None
+    assert 8 * 2**20 < small.peak_bytes.device < 64 * 2**20
+
+
+def test_a_program_that_only_evaluates_is_cut_after_its_forwards(folder: Path) -> None:
+    (folder / "evaluate.py").write_text(
+        "import sys, torch\nmodel = torch.nn.Linear(4, 1).eval()\n"
+        "with torch.inference_mode():\n    while True:\n        model(input=torch.ones(int(sys.argv[1]), 4))\n"
+    )
+    run = probe(folder, "evaluate.py 8")
+    assert (run.end, run.windows, run.num_windows, run.batch_size) == ("cut", "forwards", 2, 8)
+
+
+def test_an_evaluation_before_the_training_does_not_end_it(folder: Path) -> None:
+    (folder / "both.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "with torch.no_grad():\n    for _ in range(9): model(torch.ones(64, 4))\n"
+        "while True:\n    model(torch.ones(8, 4)).sum().backward(); optimizer.step()\n"
+    )
+    run = probe(folder, "both.py")
+    assert (run.end, run.windows, run.num_windows) == ("cut", "optimizer steps", 2)
+
+
+def test_generation_is_one_window_with_its_cache(folder: Path) -> None:
+    (folder / "generate.py").write_text(
+        "import torch\nfrom transformers import GPT2Config, GPT2LMHeadModel\n"
+        "model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=32)).eval()\n"
+        "while True:\n    model.generate(torch.ones(4, 3, dtype=torch.long), max_new_tokens=5, do_sample=False)\n"
+    )
+    run = probe(folder, "generate.py")
+    assert (run.end, run.windows, run.num_windows) == ("cut", "forwards", 2)
+    assert run.input_shapes == ((4, 3), (4, 3))
