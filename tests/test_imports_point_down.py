@@ -27,6 +27,7 @@ PARTS = (
     "trace",
     "memory",
     "fitting",
+    "scripts",
     "accumulate",
     "auditing",
     "noise",

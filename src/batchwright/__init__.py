@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from batchwright.sampler.cost import BatchCost
     from batchwright.sampler.pack import pack
     from batchwright.sampler.token_batch_sampler import TokenBatchSampler
+    from batchwright.scripts.script import Script
     from batchwright.tuning.tune import Tuned, tune
     from batchwright.workload import Workload
 
@@ -60,6 +61,7 @@ __all__ = [
     "NoiseScale",
     "Plan",
     "Recommendation",
+    "Script",
     "TokenBatchSampler",
     "Tuned",
     "Workload",
@@ -95,6 +97,7 @@ _HOMES = {
     "NoiseScale": "noise.noise_scale",
     "Plan": "planning.plan",
     "Recommendation": "memory.recommend",
+    "Script": "scripts.script",
     "TokenBatchSampler": "sampler.token_batch_sampler",
     "Tuned": "tuning.tune",
     "Workload": "workload",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from batchwright.cli import main
 from batchwright.device.outcome import Outcome
 from batchwright.errors import StepFailedError
 from batchwright.fitting.fit_result import Fit, NextSize
@@ -400,3 +401,27 @@ class TestWithoutProbes:
     def test_an_interrupt_ends_with_130(self, run: Run, library: Library) -> None:
         library.answer = KeyboardInterrupt()
         assert run("fit", "t.py:w").code == 130
+
+
+@pytest.mark.parametrize("words", [["--on", "t4-16gb", "--limit", "4"], ["--on", "t4-16gb", "--limit", "4", "--json"]])
+def test_a_command_of_ones_own_is_fitted_as_it_is(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "import sys, torch\nmodel = torch.nn.Linear(8, 1).cuda()\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "while True:\n    model(torch.ones(int(sys.argv[1]), 8).cuda()).sum().backward(); optimizer.step()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as leaving:
+        main(["fit", *words, "--", "python", "train.py", "{micro_batch}"])
+    assert leaving.value.code == 0
+    out = capsys.readouterr().out
+    assert "python train.py 4" in out
+    assert ('"micro_batch": 4' in out) == ("--json" in words)
+
+
+def test_options_that_say_nothing_about_a_command_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["fit", "--evaluate", "--", "python", "train.py"])
+    assert leaving.value.code == 2
+    assert "--evaluate cannot be used with a command of your own" in capsys.readouterr().err

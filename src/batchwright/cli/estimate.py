@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchwright.cli.options import ONE_OF, OR_CARD, Command, parse_shape, shared, target_argument, typed_options
+from batchwright.cli.options import (
+    ONE_OF,
+    OR_CARD,
+    Command,
+    parse_shape,
+    refuse_for_script,
+    shared,
+    target_or_script,
+    typed_options,
+)
 from batchwright.cli.streams import print_result, report_progress
 from batchwright.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from batchwright.scripts.script import Script
 
 _NAMED = "batchwright recommend NAME --memory 24GiB, or in Python bw.estimate_named(NAME, ...)"
 _MOVED = {
@@ -22,7 +34,7 @@ _MOVED = {
 
 
 @click.command("estimate", cls=Command, moved=_MOVED)
-@target_argument
+@target_or_script
 @shared("--micro-batch", default=1)
 @shared("--on", help=f"{OR_CARD} all: every card.  [default: the card here, else cpu]")
 @shared("--memory", help="For --max; on a card, what it has.")
@@ -33,24 +45,51 @@ _MOVED = {
 @click.option("--what-if", is_flag=True, help="Also print what each change of the set-up would save.")
 @shared("--json")
 @click.pass_context
-def command(ctx: click.Context, /, target: str, as_json: bool, **options: Any) -> int:
+def command(ctx: click.Context, /, target: str | Script, as_json: bool, **options: Any) -> int:
     """Predict the peak memory of a training step before it runs.
 
-    TARGET is a workload: path.py:function or module:function. For a model by name, use `recommend`.
+    TARGET is a workload: path.py:function or module:function. Behind -- stands your own command instead: it runs
+    unmodified until its second optimizer step. For a model by name, use `recommend`.
 
     \b
     batchwright estimate train.py:workload --micro-batch 8
     batchwright estimate train.py:workload --max --memory 16GiB --what-if
     batchwright estimate train.py:workload --micro-batch 8 --on a100-40gb
     batchwright estimate train.py:workload --on all
+    batchwright estimate --on a100-40gb -- python train.py --batch-size 12
 
     In Python, bw.estimate also takes clip_norm, routing, allocator, snapshot and calibrate.
     """
     typed = typed_options(ctx)
+    if not isinstance(target, str):
+        answer = _run_script(target, options, typed)
+        print_result(answer, as_json=as_json)
+        return int(not answer.fits)
     is_workload = ":" in target or target.endswith(".py")
     answer = _trace(target, options, typed) if is_workload else _use_formula(target, options["micro_batch"], typed)
     print_result(answer, as_json=as_json)
     return int(answer.fits is False)
+
+
+def _run_script(script: Script, options: dict[str, Any], typed: set[str]) -> Any:
+    refuse_for_script(typed, ("--on", "--memory", "--micro-batch", "--accumulation", "--shape"))
+    if options["on"] == "all":
+        raise InvalidInputError("--on all cannot be used with a command of your own.", remedy="--on a100-40gb")
+    from batchwright.scripts.estimate_script import estimate_script
+
+    def value_of(name: str) -> Any:
+        return options[name] if f"--{name.replace('_', '-')}" in typed else None
+
+    with report_progress(script.name) as say:
+        return estimate_script(
+            script,
+            on=options["on"],
+            micro_batch=value_of("micro_batch"),
+            accumulation=value_of("accumulation"),
+            shape=parse_shape(options["shapes"]),
+            limit_bytes=options["memory"],
+            progress=say,
+        )
 
 
 def _trace(target: str, options: dict[str, Any], typed: set[str]) -> Any:

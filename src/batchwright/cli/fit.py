@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.catalogue.cards import names_a_card
-from batchwright.cli.options import ONE_OF, OR_CARD, Command, Count, parse_shapes, shared, target_argument
+from batchwright.cli.options import (
+    ONE_OF,
+    OR_CARD,
+    Command,
+    Count,
+    parse_shape,
+    parse_shapes,
+    refuse_for_script,
+    shared,
+    target_or_script,
+    typed_options,
+)
 from batchwright.cli.streams import print_result, report_progress
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.fitting.request import FitRequest
@@ -27,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from batchwright.fitting.fit_result import Fit
+    from batchwright.scripts.script import Script
 
 
 _BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
@@ -89,7 +101,7 @@ _MOVED = {
 
 
 @click.command("fit", cls=Command, moved=_MOVED)
-@target_argument
+@target_or_script
 @shared("--on", help=f"{OR_CARD}  [default: the accelerator, else cpu]")
 @shared("--memory", help=" [default: what is free]")
 @shared("--devices", help=ONE_OF)
@@ -105,18 +117,24 @@ _MOVED = {
 @click.option("--then", metavar="CMD", help="Run a job at the answer, for each shape: {micro_batch} is filled in.")
 @click.option("--no-cache", is_flag=True, help="Neither start from a remembered answer nor remember this one.")
 @shared("--json")
-def command(target: str, as_json: bool, **options: Any) -> int:
+@click.pass_context
+def command(ctx: click.Context, /, target: str | Script, as_json: bool, **options: Any) -> int:
     """Find the largest micro-batch that fits, by running it.
 
     TARGET is a workload: path.py:function or module:function. Each probe runs full steps in a process of its own.
+    Behind -- stands your own command instead, run unmodified with other batch sizes.
 
     \b
     batchwright fit train.py:workload --memory 16GiB --limit 64
     batchwright fit train.py:workload --on cuda --accumulate-to 256
+    batchwright fit --on a100-40gb -- python train.py --batch-size {micro_batch}
     batchwright fit eval.py:workload --shape max_crops=2,4,6 --then "python eval.py -b {micro_batch} -c {max_crops}"
 
     In Python, bw.fit also takes margin, accumulation, clip_norm, allocator and isolate.
     """
+    if not isinstance(target, str):
+        print_result(_fit_script(target, options, typed_options(ctx)), as_json=as_json)
+        return 0
     shapes = start_from(parse_shapes(options["shapes"]), options["shape_from"])
     if options["then"] is not None:
         check_job(options["then"], ["micro_batch", *shapes])
@@ -135,6 +153,23 @@ def command(target: str, as_json: bool, **options: Any) -> int:
     if options["then"] is not None:
         run_jobs(options["then"], rows, as_json=as_json)
     return int(any(row.micro_batch is None for row in rows))
+
+
+def _fit_script(script: Script, options: dict[str, Any], typed: set[str]) -> Fit:
+    refuse_for_script(typed, ("--on", "--memory", "--limit", "--shape", "--max-trials"))
+    from batchwright.scripts.fit_script import fit_script
+
+    more = {} if options["max_trials"] is None else {"max_trials": options["max_trials"]}
+    with report_progress(script.name) as say:
+        return fit_script(
+            script,
+            on=options["on"],
+            memory=options["memory"],
+            limit=options["limit"],
+            shape=parse_shape(options["shapes"]),
+            progress=say,
+            **more,
+        )
 
 
 def _run_fit(target: str, shapes: dict[str, list[int]], options: dict[str, Any], *, prints: bool) -> Fit:

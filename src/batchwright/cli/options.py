@@ -24,6 +24,8 @@ from batchwright.units import parse_bytes, parse_whole_number, shortened
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from batchwright.scripts.script import Script
+
 
 class Count(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
     """A whole number; anything else is answered with the value received and what is accepted."""
@@ -108,6 +110,34 @@ def _join_arguments(ctx: click.Context, _: click.Parameter, name: str) -> str:
 
 
 target_argument = click.argument("target", metavar="TARGET [-- ARGUMENTS]", callback=_join_arguments)
+
+
+def _join_or_read_script(ctx: click.Context, param: click.Parameter, name: str | None) -> str | Script:
+    """Join a target with its arguments; without a target, what stands behind `--` is the user's own command."""
+    if name is not None:
+        return _join_arguments(ctx, param, name)
+    if not ctx.obj:
+        raise click.MissingParameter(ctx=ctx, param=param)
+    from batchwright.scripts.script import Script
+
+    return Script(list(ctx.obj))
+
+
+target_or_script = click.argument(
+    "target", metavar="TARGET [-- ARGUMENTS] | -- COMMAND", required=False, callback=_join_or_read_script
+)
+
+
+def refuse_for_script(typed: Iterable[str], understood: Iterable[str]) -> None:
+    """Refuse the options that say nothing about a program of the user's own."""
+    refused = sorted(set(typed) - {"TARGET", "--json", *understood})
+    if refused:
+        raise InvalidInputError(
+            f"{', '.join(refused)} cannot be used with a command of your own.",
+            details=[f"understood are {', '.join(sorted(understood))}"],
+            remedy="a workload for the rest: train.py:workload",
+        )
+
 
 _SHARED: dict[str, dict[str, Any]] = {
     "--on": {"metavar": "DEVICE", "help": "Where to run: cpu, cuda, cuda:1, mps, xpu."},

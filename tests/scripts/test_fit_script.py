@@ -1,0 +1,81 @@
+"""fit on an unmodified program: the largest size, by its own option, on a card and under a real budget."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+from typing import TYPE_CHECKING
+
+import pytest
+
+from batchwright.errors import InvalidInputError, NothingFitsError
+from batchwright.scripts.fit_script import fit_script
+from batchwright.scripts.script import Script
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROGRAM = """
+    import argparse, torch
+    from torch import nn
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--eval-batch-size", type=int, default=4)
+    parser.add_argument("--fixed", action="store_true")
+    parser.add_argument("--huge", action="store_true")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 4 if args.fixed else args.batch_size
+    if args.huge:
+        torch.empty(10**10, device=device)
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(50):
+        x = torch.ones(size, 512, 1024).to(device)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(dedent(PROGRAM))
+    return tmp_path
+
+
+def test_on_a_card_the_largest_size_is_found_in_few_probes(folder: Path) -> None:
+    script = Script(["train.py", "--batch-size", "{micro_batch}"], cwd=folder)
+    fit = fit_script(script, on="t4-16gb", memory="2GiB")
+    assert fit.micro_batch is not None
+    assert fit.next_size is not None
+    assert (fit.next_size.micro_batch, fit.next_size.outcome) == (fit.micro_batch + 1, "out_of_memory")
+    assert len(fit.trials) <= 6
+    assert not fit.certified
+    assert f"type: train.py --batch-size {fit.micro_batch}" in fit.notes
+
+
+def test_the_option_is_recognised_and_named(folder: Path) -> None:
+    fit = fit_script(Script(["train.py"], cwd=folder), on="t4-16gb", limit=8)
+    assert fit.micro_batch == 8
+    assert fit.notes[0].startswith("--batch-size of the program sets its micro-batch")
+
+
+def test_an_option_that_changes_nothing_is_refused(folder: Path) -> None:
+    script = Script(["train.py", "--fixed"], cwd=folder, batch_option="--batch-size")
+    with pytest.raises(InvalidInputError, match="still receives 4 samples"):
+        fit_script(script, on="t4-16gb", limit=64)
+
+
+def test_nothing_fits_is_said(folder: Path) -> None:
+    script = Script(["train.py", "--huge"], cwd=folder, batch_option="--batch-size")
+    with pytest.raises(NothingFitsError, match="even at micro-batch 1"):
+        fit_script(script, on="t4-16gb")
+
+
+@pytest.mark.slow
+def test_under_a_real_budget_the_answer_ran(folder: Path) -> None:
+    script = Script(["train.py"], cwd=folder, batch_option="--batch-size")
+    fit = fit_script(script, on="cpu", memory="128MiB")
+    assert fit.certified
+    assert fit.headroom_bytes is not None
+    assert fit.headroom_bytes >= 0
