@@ -20,6 +20,9 @@ from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.planning.learning_rate import learning_rate_change
 from batchwright.printed_result import PrintedResult
 from batchwright.report.display import render_plain
+from batchwright.scripts.estimate_script import ScriptEstimate
+from batchwright.scripts.script_run import ScriptRun
+from batchwright.units import PeakBytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 ROOT = Path(bw.__file__).parent
 # As a name it is as bad as one can be: HTML, quotes, a control character, half of a pair.
 EVIL = "<script>alert(1)</script>\"'\x00\ud800"
-NAMED = {"Audit", "Estimate", "EveryCard", "ExactLoss", "Fit", "HeadCheck", "NoiseRun"}
+NAMED = {"Audit", "Estimate", "EveryCard", "ExactLoss", "Fit", "HeadCheck", "NoiseRun", "ScriptEstimate"}
 # What a table in a notebook is made of; anything else came out of a name.
 TAGS = {"p", "b", "br", "table", "thead", "tbody", "tr", "th", "td"}
 
@@ -72,8 +75,10 @@ def checked(folder: Path) -> bw.ConfigCheck:
     return bw.check_config(file, devices=8)
 
 
+SCRIPT_RUN = ScriptRun(end="cut", num_windows=2, input_shapes=((8, 3),), peak_bytes=PeakBytes(1, 2, 3), notes=(EVIL,))
 HEAD = HeadCheck(EVIL, "uses", 0.0, "it uses the count")
 RESULTS: dict[str, Callable[[Path], Any]] = {
+    "ScriptEstimate": lambda _: ScriptEstimate(EVIL, f"python {EVIL}", "a100-40gb", SCRIPT_RUN, None, "predicted"),
     "Advice": lambda _: bw.advise("oom", micro_batch=8),
     "Audit": lambda _: bw.audit(work()),
     "BestBatch": lambda _: bw.best_batch(400, {16: 0.12, 64: 0.24, 256: 0.72}),

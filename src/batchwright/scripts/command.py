@@ -122,6 +122,11 @@ def read_command(words: Sequence[str]) -> UserCommand:
         environment.append((name, value))
     if not rest:
         raise InvalidInputError(f"there is no program in {shortened(' '.join(words))}.", remedy=_EXAMPLE)
+    if rest[0].startswith("-"):
+        raise InvalidInputError(
+            f"behind -- stands {shortened(rest[0])}, which is neither a program nor the argument of a target.",
+            remedy="a target before --, as in train.py:workload -- --layers 4; or a command: -- python train.py",
+        )
     name = Path(rest[0]).name
     if _PYTHON.match(name):
         command = _read_python(tuple(words), rest[0], rest[1:])
