@@ -95,6 +95,8 @@ _GLOBAL_HOOKS = [
 
 # Whether objects that were there before a question are frozen now, by us.
 _has_frozen = False
+_num_frozen = 0
+_QUESTIONS_PER_COLLECTION = 8
 
 
 class ProcessState:
@@ -145,10 +147,13 @@ def freeze_old_objects(generation: int = 2) -> bool:
 
     Returns whether to thaw them is ours: somebody who has frozen objects does not want them thawed.
     """
-    global _has_frozen
+    global _has_frozen, _num_frozen
     if _is_frozen():
         return False
-    gc.collect(generation)
+    _num_frozen += 1
+    # Thawing puts all objects among the oldest, where Python hardly ever looks: what questions leave behind is
+    # collected in groups, as a whole collection takes long in a process that has imported much.
+    gc.collect(generation if _num_frozen % _QUESTIONS_PER_COLLECTION else 2)
     gc.freeze()
     _has_frozen = True
     return True
