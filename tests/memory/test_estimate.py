@@ -312,3 +312,9 @@ def shard(log: Log, parts: tuple[str, ...]) -> float:
         now += change / SHARDS if part_of(block) in parts else change
         highest = max(highest, now)
     return highest
+
+
+@pytest.mark.parametrize("given", ["train.py:workload", bw.Script(["train.py"]), None])
+def test_what_is_no_workload_is_refused(given: Any) -> None:
+    with pytest.raises(InvalidInputError, match="estimate takes a Workload; received"):
+        bw.estimate(given, micro_batch=1)

@@ -39,13 +39,13 @@ from batchwright.state.untouched import leaves_untouched, untouched
 from batchwright.trace.run import Traced, check_batches, trace_workload
 from batchwright.units import PeakBytes, format_bytes, parse_bytes, shortened, whole_number
 from batchwright.user_files import check_place
+from batchwright.workload import Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from batchwright.catalogue.cards import Card
     from batchwright.simulated.allocator.settings import AllocatorSettings
-    from batchwright.workload import Workload
 
 
 # What an upper bound adds to a trace: the worst case of benchmarks/memory_cpu.py (0.64 %) stays within it. It is a
@@ -108,6 +108,11 @@ def estimate(
     - `what_if`: also predict what each change of the set-up would save.
     - `progress`: called with a line of text before each trace.
     """
+    if not isinstance(workload, Workload):
+        raise InvalidInputError(
+            f"estimate takes a Workload; received {shortened(workload)}.",
+            remedy="batchwright estimate on the command line takes a target, or your own command behind --",
+        )
     on, place_note = (on, "") if on is not None else default_place()
     card = card_named(on, memory=memory)
     limit = card.total_bytes if card is not None else None if memory is None else parse_bytes(memory)
