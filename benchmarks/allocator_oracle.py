@@ -30,7 +30,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from tests.simulated.allocator.event_sequences import CASES, run_sequence
 
 if TYPE_CHECKING:
-    from batchwright.simulated.allocator.blocks import Block
+    from batchwright.simulated.allocator.segments import Block
 
 EVENTS = 80
 CALLS = 200_000

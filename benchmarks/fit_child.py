@@ -26,7 +26,7 @@ from fit_cells import MIB, WORKLOADS, Live, adam, data_bytes, limit_data
 from fit_peers import PEERS, Task, quiet
 
 import batchwright.device.step  # noqa: F401  # what a child of ours imports, before any clock starts
-from batchwright.device.out_of_memory import is_out_of_memory
+from batchwright.device.outcome import is_out_of_memory
 from batchwright.memory.estimate import estimate
 from batchwright.workload import Workload
 

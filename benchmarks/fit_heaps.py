@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from batchwright.device.process_memory import PINNED_ENVIRONMENT, PeakWatch
+from batchwright.device.host import PINNED_ENVIRONMENT, PeakWatch
 from batchwright.workload import Workload
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from batchwright.device.step import StepSettings, run_probe
 from batchwright.state.untouched import thrown_away, untouched
-from batchwright.trace.fake_model import FakeParts, build_skeleton
-from batchwright.trace.run import trace_workload
+from batchwright.trace.run import FakeParts, build_skeleton, trace_workload
 from batchwright.trace.storages import find_peak
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def run(case: Case) -> float:
             case.micro_batch,
             _settings(case),
             device=CPU,
-            observer=clock,
+            on_phase=clock.phase,
         )
     gc.collect()
     return clock.seconds
@@ -132,7 +131,7 @@ def mem_tracker_peak(case: Case) -> int:
             _settings(case),
             device=CPU,
             build=lambda *_: model,
-            observer=BetweenSteps(tracker),
+            on_phase=BetweenSteps(tracker).phase,
         )
     return int(tracker.get_tracker_snapshot("peak")[CPU]["Total"])
 

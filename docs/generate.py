@@ -14,7 +14,7 @@ import click
 
 import batchwright as bw
 from batchwright import cli
-from batchwright.concepts.pages import LANGUAGES, TOPICS, read_page
+from batchwright.concepts import LANGUAGES, TOPICS, read_page
 
 DOCS = Path(__file__).parent
 

@@ -16,7 +16,7 @@ import pytest
 import batchwright as bw
 from batchwright import user_files as users_files
 from batchwright.errors import BatchwrightError, InvalidInputError
-from batchwright.memory.calibration import read_run
+from batchwright.memory.on_card import read_run
 from batchwright.tuning.run_file import read_run_file
 from batchwright.user_files import check_place, read_bytes, read_text, replace_file
 

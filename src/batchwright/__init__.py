@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from batchwright import integrations as integrations
     from batchwright.accumulate.accumulator import Accumulator
     from batchwright.accumulate.cached_loss import CachedLoss
-    from batchwright.accumulate.loss_terms import LossTerm
+    from batchwright.accumulate.micro_batches import LossTerm
     from batchwright.auditing.audit_result import Audit
     from batchwright.errors import BatchwrightError
     from batchwright.fitting.find_batch_size import find_batch_size
     from batchwright.fitting.fit import fit
     from batchwright.fitting.fit_result import Fit
     from batchwright.integrations.audit import audit
-    from batchwright.memory.calibration import record_run
     from batchwright.memory.estimate import estimate
     from batchwright.memory.estimate_result import Estimate
     from batchwright.memory.formulas import estimate_named
+    from batchwright.memory.on_card import record_run
     from batchwright.memory.recommend import Recommendation, recommend
     from batchwright.noise.branches import measure_critical_batch
     from batchwright.noise.noise_scale import NoiseScale
@@ -93,7 +93,7 @@ _HOMES = {
     "CriticalBatch": "planning.critical_batch",
     "Estimate": "memory.estimate_result",
     "Fit": "fitting.fit_result",
-    "LossTerm": "accumulate.loss_terms",
+    "LossTerm": "accumulate.micro_batches",
     "NoiseScale": "noise.noise_scale",
     "Plan": "planning.plan",
     "Recommendation": "memory.recommend",
@@ -113,7 +113,7 @@ _HOMES = {
     "pack": "sampler.pack",
     "plan": "planning.plan",
     "recommend": "memory.recommend",
-    "record_run": "memory.calibration",
+    "record_run": "memory.on_card",
     "tune": "tuning.tune",
 }
 

@@ -45,14 +45,13 @@ class BatchwrightError(Exception):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the error as plain data, for another process to raise."""
-        notes = list(getattr(self, "__notes__", ()))
         return {
             "type": type(self).__name__,
             "exit_code": self.exit_code,
             "problem": self.problem,
             "details": self.details,
             "remedy": self.remedy,
-            "notes": notes,
+            "notes": list(getattr(self, "__notes__", ())),
         }
 
 
@@ -114,8 +113,7 @@ def error_from_dict(data: Mapping[str, Any]) -> BatchwrightError:
     is_ours = isinstance(kind, type) and issubclass(kind, BatchwrightError)
     make: Any = kind if is_ours else BatchwrightError
     error: BatchwrightError = make(data["problem"], details=data["details"], remedy=data["remedy"])
-    if error.exit_code != data["exit_code"]:
-        error.exit_code = data["exit_code"]
+    error.exit_code = data["exit_code"]
     for note in data["notes"]:
         error.add_note(note)
     return error

@@ -1,4 +1,5 @@
-"""What every result shares: `print(result)` is the text that the command prints, and `repr(result)` is one short line.
+"""What every result shares: `print(result)` is the text that the command prints, a notebook shows the same, and
+`repr(result)` is one short line.
 
 Promises:
 - the text is that of a pipe: no colour codes, no folding, the same whatever the terminal's width;
@@ -15,6 +16,15 @@ from batchwright.units import shortened
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+
+class PrintedLine:
+    """A result whose `str` is one line."""
+
+    def _repr_html_(self) -> str:
+        from batchwright.report.display import text_to_html
+
+        return text_to_html(str(self))
 
 
 class PrintedResult(ABC):
@@ -41,6 +51,12 @@ class PrintedResult(ABC):
         from batchwright.report.display import render_plain
 
         return render_plain(self)
+
+    def _repr_html_(self) -> str:
+        from batchwright.report.display import Drawing, text_to_html
+
+        drawn = self.__rich__()
+        return drawn.to_html() if isinstance(drawn, Drawing) else text_to_html(str(self))
 
     def __repr__(self) -> str:
         values = {name: getattr(self, name, None) for name in self.in_repr}

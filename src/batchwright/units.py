@@ -11,8 +11,12 @@ import math
 import operator
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,13 @@ class PeakBytes:
     allocated: int | None = None
     reserved: int | None = None
     device: int | None = None
+
+    @property
+    def of_allocator(self) -> tuple[int, int]:
+        """Allocated and reserved, where there is an allocator that tells both."""
+        assert self.allocated is not None
+        assert self.reserved is not None
+        return self.allocated, self.reserved
 
 
 # Below 2**53, so that readers of our JSON that keep numbers as doubles lose no digit.
@@ -74,6 +85,23 @@ def parse_whole_number(text: str, name: str, *, least: int = 1) -> int:
     return whole_number(number, name, least=least)
 
 
+def finite(value: float | None) -> float | None:
+    """Return a number as JSON can hold it: None for what is infinite or undefined."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def one_of(what: str, value: object, known: Iterable[str]) -> str:
+    """Return `value` as one of the words that are known, in lower case, or say which they are.
+
+    >>> one_of("task", "QA", ("generation", "qa"))
+    'qa'
+    """
+    names = tuple(known)
+    if isinstance(value, str) and value.lower() in names:
+        return value.lower()
+    raise InvalidInputError(f"{what} must be one of {', '.join(names)}; received {shortened(value)}.")
+
+
 def positive_seconds(value: object, name: str) -> float:
     """Return `value` as seconds, or say why it is not a usable duration.
 
@@ -84,14 +112,19 @@ def positive_seconds(value: object, name: str) -> float:
     ...
     batchwright.errors.InvalidInputError: time of micro-batch 4 must be a positive number of seconds; received 'fast'.
     """
-    try:
-        seconds = float(value)  # type: ignore[arg-type]  # the call itself is the check
-    except (TypeError, ValueError, OverflowError):
-        seconds = math.nan
     # From a nanosecond to thirty years: beyond it sums overflow, and nobody measured it.
-    if not 1e-9 <= seconds <= 1e9 or isinstance(value, bool):
-        raise InvalidInputError(f"{name} must be a positive number of seconds; received {shortened(value)}.")
-    return seconds
+    return positive_number(value, f"{name} must be a positive number of seconds", least=1e-9, most=1e9)
+
+
+def positive_number(value: object, accepted: str, *, least: float, most: float) -> float:
+    """Return `value` as a number from `least` to `most`, or raise an error that says what is accepted."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # the call is the check
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not least <= number <= most:
+        raise InvalidInputError(f"{accepted}; received {shortened(value)}.")
+    return number
 
 
 def shortened(value: object, width: int = 40) -> str:
@@ -109,6 +142,17 @@ def shortened(value: object, width: int = 40) -> str:
     text = " ".join(text.split()) if "\n" in text else text
     head, tail = (width - 3 + 1) // 2, (width - 3) // 2 - 1
     return text if len(text) <= width else f"{text[:head]}...{text[-tail:]}"
+
+
+def as_list(given: Any) -> list[Any]:
+    """Return none, one or several things as a list.
+
+    >>> as_list(None), as_list(3), as_list((3, 4))
+    ([], [3], [3, 4])
+    """
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def counted(number: int, noun: str) -> str:

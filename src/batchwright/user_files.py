@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -59,7 +60,7 @@ def read_bytes(file: str | Path, *, most_bytes: int = MOST_BYTES, may_be_pipe: b
 def replace_file(file: str | Path, content: bytes, *, what: str, option: str) -> None:
     """Write a file beside and put it in its place, or leave the one before and raise an error that names `what`."""
     try:
-        _replace(Path(file), content)
+        write_whole(Path(file), content)
     except OSError as error:
         raise BatchwrightError(*_cannot_write(file, what, error), remedy=_ELSEWHERE.format(option)) from None
 
@@ -84,7 +85,8 @@ def _cannot_write(file: str | Path, what: str, error: OSError) -> tuple[str]:
     return (f"{what} cannot be written to '{file}': {why[:1].lower()}{why[1:]}.",)
 
 
-def _replace(file: Path, content: bytes) -> None:
+def write_whole(file: Path, content: bytes) -> None:
+    """Write beside a file, then rename: nobody ever reads a half of it. What exists and is no plain file is kept."""
     # To replace a device would destroy it: as root, `--run-file /dev/null` would take it from the whole machine.
     if _exists(file) and not file.is_file() and not file.is_dir():
         with open(_opened(file, os.O_WRONLY), "wb") as stream:
@@ -93,7 +95,7 @@ def _replace(file: Path, content: bytes) -> None:
         return
     _check(file)
     place = Path(os.path.realpath(file))
-    beside = place.parent / f".{place.name}.{os.getpid()}"
+    beside = place.parent / f".{place.name}.{os.getpid()}.{threading.get_ident()}"
     try:
         beside.write_bytes(content)
         if place.exists():

@@ -11,6 +11,7 @@ Promises:
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -166,6 +167,18 @@ _CALLABLES = (
     "window",
     "split",
 )
+
+
+class Program(ABC):
+    """A program that trains by itself, where a workload would go: it is asked to answer."""
+
+    @abstractmethod
+    def answer_fit(self, request: Any, say: Callable[[str], None]) -> Any:
+        """Return the `Fit` of a `FitRequest`."""
+
+    @abstractmethod
+    def answer_estimate(self, **settings: Any) -> Any:
+        """Return what it takes; `settings` are those of `estimate` that were given."""
 
 
 @dataclass(frozen=True)

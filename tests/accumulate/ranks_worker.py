@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.accumulate.accumulator import Accumulator
-from batchwright.accumulate.loss_terms import LossTerm
+from batchwright.accumulate.micro_batches import LossTerm
 from batchwright.errors import BatchwrightError
 from tests.accumulate.tagging import Batch, Tagger, count_tokens, make_batches, make_tagger, token_loss
 from tests.oracle.big_batch import big_batch_gradient, relative_error

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, normalize
 from batchwright.accumulate.accumulator import Accumulator
 from batchwright.accumulate.boundary import zero_backward
 from batchwright.accumulate.cached_loss import CachedLoss
-from batchwright.accumulate.checks import BatchNormWarning
+from batchwright.accumulate.weights import BatchNormWarning
 from batchwright.errors import InvalidInputError
 from tests.oracle.live_bytes import LiveBytes
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from batchwright.accumulate.accumulator import Accumulator
-from batchwright.accumulate.loss_terms import LossTerm
+from batchwright.accumulate.micro_batches import LossTerm
 from batchwright.errors import InvalidInputError
 from tests.accumulate.tagging import Watched, count_tokens, make_batches, make_tagger, sample_loss, token_loss
 from tests.oracle.big_batch import big_batch_gradient, relative_error

@@ -19,7 +19,7 @@ from tests.oracle.big_batch import big_batch_gradient, joined, relative_error
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchwright.accumulate.window import Step
+    from batchwright.accumulate.windows import Step
 
 SPLITS = [[2] * 4, [4] * 2, [1] * 8, [8], [3, 3, 2], [1, 7]]
 BOUNDS = [(torch.float64, 1e-12), (torch.float32, 1e-6)]
@@ -150,7 +150,7 @@ def test_what_the_body_leaves_out_is_left_out_of_the_mean(left_out: str) -> None
     assert relative_error(optimizer.seen[0], reference) <= 1e-12
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=7), st.integers(1, 5), st.sets(st.integers(0, 6)))
 def test_any_split_any_accumulation_any_empty_micro_batches(
     sizes: list[int], accumulation: int, empty: set[int]

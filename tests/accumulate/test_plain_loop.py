@@ -12,7 +12,7 @@ from tests.accumulate.tagging import Watched, count_tokens, make_batches, make_t
 from tests.oracle.big_batch import big_batch_gradient, relative_error
 
 if TYPE_CHECKING:
-    from batchwright.accumulate.window import Step
+    from batchwright.accumulate.windows import Step
 
 SPLITS = [[2] * 4, [4] * 2, [1] * 8, [3, 3, 2], [1, 7]]
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright.accumulate.loss_terms import REDUCTIONS, Totals
+from batchwright.accumulate.micro_batches import REDUCTIONS, Totals
 from batchwright.accumulate.ranks import WindowReport
 from batchwright.noise.capture.watched_windows import RankSums
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from batchwright.accumulate.accumulator import Accumulator
-from batchwright.accumulate.checks import BatchNormWarning
+from batchwright.accumulate.weights import BatchNormWarning
 from batchwright.errors import InvalidInputError
 from tests.accumulate.tagging import Tagger, Watched, count_tokens, make_batches, make_tagger, token_loss
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from batchwright.accumulate.accumulator import Accumulator
-from batchwright.device.process_memory import can_limit
+from batchwright.device.host import can_limit
 from batchwright.errors import InvalidInputError
 from tests.accumulate.tagging import Batch, Tagger, Watched, count_tokens, make_batches, make_tagger, token_loss
 from tests.oracle.big_batch import big_batch_gradient, relative_error
@@ -171,7 +171,7 @@ TRAINING = """
 import json, sys, torch
 from torch import nn
 from batchwright.accumulate.accumulator import Accumulator
-from batchwright.device.process_memory import give_back, limited_to, read_memory
+from batchwright.device.host import give_back, limited_to, read_memory
 
 torch.set_num_threads(1)
 WIDTH, MIB = 128, 2**20

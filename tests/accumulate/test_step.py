@@ -13,7 +13,7 @@ from batchwright.accumulate.accumulator import Accumulator
 from tests.accumulate.tagging import Watched, count_tokens, make_batches, make_tagger, token_loss
 
 if TYPE_CHECKING:
-    from batchwright.accumulate.window import Step
+    from batchwright.accumulate.windows import Step
 
 
 class Looks(TorchDispatchMode):

@@ -7,22 +7,24 @@ import sys
 
 import pytest
 
-from batchwright.catalogue.models import ModelShape, count_parameters, find_model, list_models
+from batchwright.catalogue.models import ModelShape, count_parameters, find_model, load_models
 from batchwright.errors import InvalidInputError
 from tests.oracle.transformers_models import build_on_meta
 
 # Larger ones are the same code with more layers; building them takes seconds each.
-SMALL = [shape for shape in list_models() if shape.layers <= 26 or shape.family in ("falcon", "phi", "stablelm")]
+SMALL = [
+    shape for shape in load_models().values() if shape.layers <= 26 or shape.family in ("falcon", "phi", "stablelm")
+]
 LARGE = ["llama-2-7b", "llama-3-8b", "llama-3.1-405b", "qwen2.5-72b", "qwen3-32b", "gemma-2-27b", "phi-4", "bloom-176b"]
 
 
 def test_there_are_more_than_forty_and_each_has_a_source() -> None:
-    assert len(list_models()) >= 40
-    assert all(len(shape.source) > 20 for shape in list_models())
-    assert len({shape.name for shape in list_models()}) == len(list_models())
+    assert len(load_models().values()) >= 40
+    assert all(len(shape.source) > 20 for shape in load_models().values())
+    assert len({shape.name for shape in load_models().values()}) == len(load_models().values())
 
 
-@pytest.mark.parametrize("shape", list_models(), ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", load_models().values(), ids=lambda shape: shape.name)
 def test_the_formula_gives_the_parameters_of_the_row(shape: ModelShape) -> None:
     assert count_parameters(shape).total == shape.parameters
 
@@ -47,7 +49,7 @@ def test_a_name_is_found_however_it_is_written(typed: str, found: str) -> None:
 
 
 def test_no_two_models_answer_to_one_name() -> None:
-    names = [name.lower() for shape in list_models() for name in (shape.name, *shape.aliases)]
+    names = [name.lower() for shape in load_models().values() for name in (shape.name, *shape.aliases)]
     assert len(names) == len(set(names))
 
 

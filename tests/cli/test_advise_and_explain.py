@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from batchwright.concepts.pages import LANGUAGES, TOPICS, read_page
+from batchwright.concepts import LANGUAGES, TOPICS, read_page
 
 if TYPE_CHECKING:
     from tests.conftest import Run

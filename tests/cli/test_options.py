@@ -33,6 +33,14 @@ def test_arguments_of_the_library_are_written_as_flags(command: str, text: str, 
     assert to_flags(text, chosen) == expected
 
 
+def test_a_call_that_a_remedy_names_is_written_as_the_command_that_answers_the_same() -> None:
+    remedy = "bw.fit(workload) runs the step; bw.estimate(workload, what_if=True) prints what limit=64 would save"
+    expected = (
+        "batchwright fit TARGET runs the step; batchwright estimate TARGET --what-if prints what --limit 64 would save"
+    )
+    assert cli._translate(remedy, "fit") == expected
+
+
 def test_an_option_of_several_commands_has_one_type_and_begins_with_the_same_words() -> None:
     options: dict[str, list[click.Option]] = {}
     for name, command in COMMANDS.items():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from batchwright.concepts.pages import LANGUAGES, TOPICS, read_page
+from batchwright.concepts import LANGUAGES, TOPICS, read_page
 
 
 def columns(line: str) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from batchwright.device.out_of_memory import out_of_memory_rule
+from batchwright.device.outcome import find_rule
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
@@ -64,7 +64,9 @@ def main() -> None:
         try:
             step(n)
         except Exception as error:
-            print(json.dumps({"size": n, "rule": out_of_memory_rule(error), "error": repr(error)}), flush=True)
+            rule = find_rule(error)
+            name = rule.name if rule else None
+            print(json.dumps({"size": n, "rule": name, "error": repr(error)}), flush=True)
         else:
             print(json.dumps({"size": n, "rule": "fits", "error": ""}), flush=True)
         optimizer.zero_grad()

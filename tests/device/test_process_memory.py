@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from batchwright.device.process_memory import holes_filled, read_memory
+from batchwright.device.host import holes_filled, read_memory
 
 MIB = 2**20
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the memory of a process")

@@ -33,19 +33,11 @@ CPU = torch.device("cpu")
 STEP = ["batch", "forward", "backward", "optimizer"]
 
 
-class Heard:
-    def __init__(self) -> None:
-        self.phases: list[str] = []
-
-    def phase(self, name: str) -> None:
-        self.phases.append(name)
-
-
 def phases_of(workload: Any, *, steps: int = DEFAULT_STEPS, accumulation: int = 1) -> list[str]:
-    heard = Heard()
-    run_probe(workload, 4, StepSettings(accumulation=accumulation), device=CPU, steps=steps, observer=heard)
-    assert set(heard.phases) <= set(PHASES)
-    return heard.phases
+    heard: list[str] = []
+    run_probe(workload, 4, StepSettings(accumulation=accumulation), device=CPU, steps=steps, on_phase=heard.append)
+    assert set(heard) <= set(PHASES)
+    return heard
 
 
 class TestPhases:

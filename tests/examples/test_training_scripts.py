@@ -36,7 +36,15 @@ def typed(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [
+        "plain_loop",
+        "ddp",
+        pytest.param("trainer", marks=pytest.mark.slow),
+        pytest.param("lightning_module", marks=pytest.mark.slow),
+    ],
+)
 def test_it_trains_as_its_top_says(script: str, tmp_path: Path) -> None:
     _, train = commands(script)
     told = typed(train, tmp_path).stdout
@@ -45,9 +53,8 @@ def test_it_trains_as_its_top_says(script: str, tmp_path: Path) -> None:
     assert re.search(r"^effective batch [\dx ]+ = \d+, [\d,]+ samples/s$", told, re.M)
 
 
-@pytest.mark.parametrize(
-    "script", ["ddp", *(pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS if script != "ddp")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_it_is_tuned_as_its_top_says(script: str, tmp_path: Path) -> None:
     tune, train = commands(script)
     told = typed(f"{tune} {QUICK}", tmp_path).stdout

@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,10 @@ import torch
 
 from batchwright.device.outcome import Outcome
 from batchwright.fitting import cache as cache_file
-from batchwright.fitting.budget import Budget
 from batchwright.fitting.cache import AnswerBook, Answers, Remembered, from_remembered
 from batchwright.fitting.driver import find_cap, fit_shapes
 from batchwright.fitting.fit_result import Fit, NextSize, Restored
+from batchwright.fitting.probers import Budget
 from batchwright.fitting.request import FitRequest
 from batchwright.fitting.search import Seen, by_doubling, by_growing, by_peaks, by_powers_of_two, by_prediction
 from batchwright.targets import load_workload
@@ -189,14 +188,14 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC], ids=errno.errorcode.get)
-@pytest.mark.parametrize("where", ["mkstemp", "replace"])
+@pytest.mark.parametrize("where", ["write_bytes", "replace"])
 def test_a_read_only_or_full_disk_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, where: str
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(tempfile if where == "mkstemp" else os, where, refuse)
+    monkeypatch.setattr(Path if where == "write_bytes" else os, where, refuse)
     note = Answers(tmp_path).remember(KEY, make_fit())
     assert os.strerror(code) in note
     assert list(tmp_path.iterdir()) == []
@@ -217,14 +216,14 @@ def test_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for age, key in enumerate(("a1", "b2", "c3")):
         answers.remember(key, make_fit())
         os.utime(file_in(tmp_path, key), (1000.0 + age, 1000.0 + age))
-    abandoned, fresh = tmp_path / ".x.tmp", tmp_path / ".y.tmp"
+    abandoned, fresh = tmp_path / ".x.json.1", tmp_path / ".y.json.1"
     abandoned.touch()
     fresh.touch()
     os.utime(abandoned, (1000.0, 1000.0))
     (tmp_path / "notes.txt").touch()
     assert answers.recall("a1")[0] is not None  # in use, so no longer the oldest
     answers.remember("d4", make_fit())
-    assert {file.name for file in tmp_path.iterdir()} == {"a1.json", "c3.json", "d4.json", "notes.txt", ".y.tmp"}
+    assert {file.name for file in tmp_path.iterdir()} == {"a1.json", "c3.json", "d4.json", "notes.txt", ".y.json.1"}
 
 
 def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +333,7 @@ def workload():
 """
 CHILD = """
 import sys
-from batchwright.fitting.budget import Budget
+from batchwright.fitting.probers import Budget
 from batchwright.fitting.cache import AnswerBook
 from batchwright.fitting.request import FitRequest
 from batchwright.targets import load_workload

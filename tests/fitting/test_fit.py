@@ -14,8 +14,7 @@ from torch import nn
 
 import batchwright as bw
 from batchwright.errors import BatchwrightError, InvalidInputError, NothingFitsError, StepFailedError
-from batchwright.fitting.messages import Job
-from batchwright.fitting.probers import Child
+from batchwright.fitting.child import Child, Job
 from tests.fitting import targets
 
 TARGETS = Path(targets.__file__)

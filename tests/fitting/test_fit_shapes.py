@@ -39,7 +39,7 @@ def test_where_no_shape_fits_the_one_that_needs_least_is_told_by_parts_with_the_
     assert [*details, remedy] == only[1:]
     assert details[-1].startswith("  predicted need 64")
     assert "inputs 64 MiB" in details[-1]
-    assert remedy.startswith("  try: an estimate with --what-if")
+    assert remedy.startswith("  try: bw.estimate(workload, what_if=True) prints")
 
 
 def test_the_size_that_fits_nowhere_is_one_that_every_shape_was_tried_at_or_below() -> None:

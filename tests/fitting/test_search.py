@@ -1,18 +1,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.fitting.search import Seen, by_doubling, by_growing, by_peaks, by_powers_of_two, by_prediction
+from batchwright.fitting.search import (
+    Seen,
+    by_doubling,
+    by_exact_peaks,
+    by_growing,
+    by_peaks,
+    by_powers_of_two,
+    by_prediction,
+    next_size,
+)
 from tests.oracle.largest_size import largest_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
-    from random import Random
 
 MIB = 2**20
 
@@ -199,3 +208,73 @@ def test_a_step_that_merely_raises_is_searched_to_the_sample(
     assert max((n for n in tried if n <= largest), default=0) == largest
     assert largest + 1 in tried
     assert len(tried) <= 40
+
+
+def drive_exactly(
+    tensors: Callable[[int], int], limit: int, share: Callable[[int], float] | None = None
+) -> dict[int, bool]:
+    """Run the search of simulated cards; an allocator reserves a share more than the tensors take."""
+    tried: dict[int, bool] = {}
+    search = by_exact_peaks(4096, limit)
+    size: int | None = next(search)
+    while size is not None:
+        assert size not in tried, "no size is tried twice"
+        reserved = int(tensors(size) * (share(size) if share is not None else 1))
+        tried[size] = reserved <= limit
+        size = next_size(search, Seen(size, tried[size], reserved, tensors(size)))
+    return tried
+
+
+def bends(fixed: int, per_sample: int, flat: int) -> Callable[[int], int]:
+    """Return peaks with a flat start and a rise."""
+    return lambda size: max(flat, fixed + per_sample * size)
+
+
+def random_shares(random: Random, slack: float) -> Callable[[int], float]:
+    """Return an allocator that reserves up to so much more, another share at every size."""
+    shares = defaultdict[int, float](lambda: 1 + slack * random.random())
+    return shares.__getitem__
+
+
+@settings(max_examples=300)
+@given(
+    st.integers(0, 10**10), st.integers(1, 10**9), st.integers(0, 10**10), st.integers(0, 3000), st.floats(0, 0.1),
+    st.randoms(),
+)  # fmt: skip
+def test_exact_peaks_end_at_neighbours_though_what_is_reserved_goes_up_and_down(
+    fixed: int, per_sample: int, flat: int, largest: int, slack: float, random: Random
+) -> None:
+    limit = max(fixed + per_sample * largest, flat)
+    tried = drive_exactly(bends(fixed, per_sample, flat), limit, random_shares(random, slack))
+    failing = min((size for size, fits in tried.items() if not fits), default=4097)
+    fitting = max((size for size, fits in tried.items() if fits and size < failing), default=0)
+    assert failing - fitting <= max(1, fitting // 1024)
+    # Four strides of 16 reach the cap; of each three looks in between one halves the 4,096 that are left.
+    assert len(tried) <= 4 + 3 * 12
+
+
+def test_exact_peaks_take_six_probes_on_average_and_rarely_more_than_twenty() -> None:
+    random = Random(0)
+    num_probes = []
+    for _ in range(2000):
+        fixed, per_sample, flat = (int(10 ** random.uniform(0, digits)) for digits in (10, 9, 10))
+        limit = max(fixed + per_sample * random.randint(0, 3000), flat)
+        shares = random_shares(random, random.choice((0, 0, 0.01, 0.1)))
+        num_probes.append(len(drive_exactly(bends(fixed, per_sample, flat), limit, shares)))
+    assert sum(num_probes) / len(num_probes) < 7
+    assert sorted(num_probes)[-len(num_probes) // 100] <= 20
+
+
+@given(st.integers(10**5, 10**9), st.integers(0, 200), st.integers(20, 60))
+def test_exact_peaks_on_a_line_take_four_probes(per_sample: int, samples_fixed: int, largest: int) -> None:
+    fixed = samples_fixed * per_sample // 8
+    tried = drive_exactly(bends(fixed, per_sample, 0), fixed + per_sample * largest + per_sample // 2)
+    assert max(size for size, fits in tried.items() if fits) == largest
+    assert len(tried) <= 4
+
+
+def test_exact_peaks_that_never_reach_the_limit_end_at_the_cap() -> None:
+    for growth in (0, 1, 100):
+        tried = list(drive_exactly(bends(1000, growth, 0), 10**9))
+        assert tried[-1] >= 4096 - 4
+        assert len(tried) <= 5

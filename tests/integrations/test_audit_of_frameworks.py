@@ -253,6 +253,8 @@ def test_the_first_window_of_a_random_loss_has_no_cause() -> None:
     for batch in torch.randn(2, 3, 4):
         window.see(batch)
         loss(batch).backward()  # not divided, either
-    found = window.judge()
+    window.judge()
+    found = window.audit
+    assert found is not None
     assert (found.exact, found.cause, found.is_random) == (False, None, True)
     assert "fix that first" in (found.remedy or "")

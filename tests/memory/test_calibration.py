@@ -11,7 +11,7 @@ from torch import nn
 
 import batchwright as bw
 from batchwright.errors import InvalidInputError
-from batchwright.memory.calibration import read_run
+from batchwright.memory.on_card import read_run
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from batchwright.catalogue.models import find_model, list_models
+from batchwright.catalogue.models import find_model, load_models
 from batchwright.errors import InvalidInputError
 from batchwright.memory.estimate_result import PARTS
 from batchwright.memory.formula_tensors import ALWAYS_EAGER, Setup
@@ -121,7 +121,7 @@ def test_few_tokens_leave_the_peak_to_the_optimizer() -> None:
     assert estimate.upper_bytes.allocated - estimate.peak > 12 * 2**30  # foreach copies a moment of every weight
 
 
-@pytest.mark.parametrize("shape", list_models(), ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", load_models().values(), ids=lambda shape: shape.name)
 def test_parts_sum_to_the_peak_for_every_model(shape: Any) -> None:
     estimate = estimate_named(shape.name, micro_batch=2, seq_len=256)
     assert tuple(estimate.parts) == PARTS

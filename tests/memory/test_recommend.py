@@ -53,7 +53,7 @@ def test_nothing_fits_says_what_is_needed_and_what_would_need_less() -> None:
     assert not answer.fits
     assert answer.recommended_batch_size is answer.gradient_accumulation_for_32 is None
     assert answer.needed_bytes > 2 * 68 * GB
-    assert "--tuning qlora" in answer.remedy
+    assert 'tuning="qlora"' in answer.remedy
 
 
 def test_generation_pays_for_the_vocabulary() -> None:

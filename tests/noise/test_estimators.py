@@ -147,7 +147,7 @@ def test_a_drift_of_both_does_not_widen_the_interval_of_means() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(-1e3, 1e3)), min_size=LEAST_OBSERVATIONS, max_size=30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_an_interval_holds_its_value_and_never_a_number_that_is_none(pairs: list[tuple[float, float]]) -> None:
     found = fieller([a for a, _ in pairs], [c for _, c in pairs])
     assert found is not None

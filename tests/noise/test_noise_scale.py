@@ -13,7 +13,7 @@ from torch import nn
 
 from batchwright.accumulate.accumulator import Accumulator
 from batchwright.accumulate.cached_loss import CachedLoss
-from batchwright.accumulate.loss_terms import LossTerm
+from batchwright.accumulate.micro_batches import LossTerm
 from batchwright.errors import InvalidInputError
 from batchwright.noise.noise_scale import NoiseScale, NoiseScaleWarning
 from tests.noise.regression import DTYPES, STEPS, WIDTH, batches_of, expected, loss_of, make_model, seen_by

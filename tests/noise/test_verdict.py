@@ -40,7 +40,7 @@ def test_a_position_is_claimed_as_far_as_the_interval_agrees(
     assert advice in verdict.recommendation
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(batch=sizes, ends=st.tuples(sizes, sizes, sizes).map(sorted))
 def test_no_critical_batch_in_the_interval_contradicts_the_position(batch: float, ends: list[float]) -> None:
     low, inside, high = ends

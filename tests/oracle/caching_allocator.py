@@ -1,13 +1,13 @@
 """PyTorch's CUDA caching allocator, slow and plain: a list of segments, each a list of blocks, every number summed anew.
 
 Written from c10/cuda/CUDACachingAllocator.cpp without the implementation: nothing is kept that can be counted, and every
-search looks at everything. A block is used, waiting (freed, other streams still at work), free, or a hole: addresses of
-an expandable segment with no memory behind them.
+search looks at everything. A block is used, free, or a hole: addresses of an expandable segment with no memory behind
+them. There is one stream.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -33,13 +33,11 @@ class Piece:
     size: int
     state: str
     asked: int = 0
-    streams: list[int] = field(default_factory=list)
     cached_at: int = 0
 
 
 @dataclass(eq=False)
 class Segment:
-    stream: int
     small: bool
     expandable: bool
     pieces: list[Piece]
@@ -60,14 +58,11 @@ class PlainAllocator:
         self.segments: list[Segment] = []
         self.next_address = 0x7F0000000000
         self.searches = {True: 0, False: 0}
-        self.events: list[tuple[int, Piece]] = []
-        self.done: set[int] = set()
-        """Places in `events` that are complete."""
         self.peaks = dict.fromkeys(self.now(), 0)
         self.retries = 0
         self.ooms = 0
         self.rejections = 0
-        self.history: list[tuple[str, int, int, int]] = []
+        self.history: list[tuple[str, int, int]] = []
 
     # What there is, summed.
 
@@ -75,8 +70,7 @@ class PlainAllocator:
         pieces = [(segment, piece) for segment in self.segments for piece in segment.pieces]
         return {
             "allocated": sum(p.size for _, p in pieces if p.state == "used"),
-            "active": sum(p.size for _, p in pieces if p.state in ("used", "waiting")),
-            "requested": sum(p.asked for _, p in pieces if p.state in ("used", "waiting")),
+            "requested": sum(p.asked for _, p in pieces if p.state == "used"),
             "reserved": sum(p.size for _, p in pieces if p.state != "hole"),
             "inactive_split": sum(
                 p.size for s, p in pieces if p.state == "free" and len(s.pieces) > 1 and not s.expandable
@@ -95,46 +89,30 @@ class PlainAllocator:
         """Take note of the peaks: called after every single change."""
         self.peaks = {name: max(self.peaks[name], value) for name, value in self.now().items()}
 
-    def note(self, action: str, address: int, size: int, stream: int) -> None:
-        self.history.append((action, address, size, stream))
+    def note(self, action: str, address: int, size: int) -> None:
+        self.history.append((action, address, size))
 
     # What a user calls.
 
-    def malloc(self, size: int, stream: int) -> Piece | None:
+    def malloc(self, size: int) -> Piece | None:
         if size == 0:
             return None
         if size >= 2**60:
             raise self.no_room(size)
-        self.return_completed()
         rounded = self.rounded(size)
         small = rounded <= MIB
         if self.collecting():
             self.searches[small] += 1
-        found = self.best_cached(rounded, stream, small) or self.from_card(size, rounded, stream, small)
+        found = self.best_cached(rounded, small) or self.from_card(size, rounded, small)
         return self.hand_out(*found, rounded, size)
 
     def free(self, piece: Piece | None) -> None:
         if piece is None:
             return
-        segment = self.segment_of(piece)
-        self.note("free_requested", piece.start, piece.asked, segment.stream)
-        if piece.streams:
-            piece.state = "waiting"
-            self.events += [(stream, piece) for stream in piece.streams]
-        else:
-            self.return_to_cache(piece)
-        self.look()
-
-    def use_on_stream(self, piece: Piece | None, stream: int) -> None:
-        if piece is not None and stream != self.segment_of(piece).stream and stream not in piece.streams:
-            piece.streams.append(stream)
-
-    def complete_events(self, stream: int | None = None) -> None:
-        self.done |= {place for place, (name, _) in enumerate(self.events) if stream in (None, name)}
+        self.note("free_requested", piece.start, piece.asked)
+        self.return_to_cache(piece)
 
     def empty_cache(self) -> None:
-        self.complete_events()
-        self.return_completed()
         for small in (False, True):
             for segment, piece in self.cached(small):
                 if segment.expandable:
@@ -165,18 +143,18 @@ class PlainAllocator:
 
     # Finding a cached block.
 
-    def cached(self, small: bool, stream: int | None = None) -> list[tuple[Segment, Piece]]:
-        """Free blocks by stream, size, address."""
+    def cached(self, small: bool) -> list[tuple[Segment, Piece]]:
+        """Free blocks by size, address."""
         found = [
             (segment, piece)
             for segment in self.segments
             for piece in segment.pieces
-            if piece.state == "free" and segment.small == small and stream in (None, segment.stream)
+            if piece.state == "free" and segment.small == small
         ]
-        return sorted(found, key=lambda pair: (pair[0].stream, pair[1].size, pair[1].start))
+        return sorted(found, key=lambda pair: (pair[1].size, pair[1].start))
 
-    def best_cached(self, rounded: int, stream: int, small: bool) -> tuple[Segment, Piece] | None:
-        enough = [pair for pair in self.cached(small, stream) if pair[1].size >= rounded]
+    def best_cached(self, rounded: int, small: bool) -> tuple[Segment, Piece] | None:
+        enough = [pair for pair in self.cached(small) if pair[1].size >= rounded]
         if not enough:
             return None
         best = enough[0]
@@ -198,23 +176,23 @@ class PlainAllocator:
 
     # Asking the card.
 
-    def from_card(self, size: int, rounded: int, stream: int, small: bool) -> tuple[Segment, Piece]:
+    def from_card(self, size: int, rounded: int, small: bool) -> tuple[Segment, Piece]:
         if self.collecting():
             self.collect()
-        found = self.new_block(size, rounded, stream, small)
-        if found is None and self.release_oversize(rounded, stream, small):
-            found = self.new_block(size, rounded, stream, small)
+        found = self.new_block(size, rounded, small)
+        if found is None and self.release_oversize(rounded, small):
+            found = self.new_block(size, rounded, small)
         if found is None:
             self.empty_cache()
             self.retries += 1
-            found = self.new_block(size, rounded, stream, small)
+            found = self.new_block(size, rounded, small)
         if found is None:
             self.ooms += 1
-            self.note("oom", self.free_on_card(), rounded, stream)
+            self.note("oom", self.free_on_card(), rounded)
             raise self.no_room(size)
         return found
 
-    def new_block(self, size: int, rounded: int, stream: int, small: bool) -> tuple[Segment, Piece] | None:
+    def new_block(self, size: int, rounded: int, small: bool) -> tuple[Segment, Piece] | None:
         wanted = self.segment_size(rounded)
         if self.rules.allowed is not None and self.now()["reserved"] + wanted > self.rules.allowed:
             if self.rules.rejects:
@@ -222,12 +200,12 @@ class PlainAllocator:
                 raise self.no_room(size)
             return None
         if self.rules.expandable:
-            return self.grow(rounded, stream, small)
+            return self.grow(rounded, small)
         if up_to(wanted, 2 * MIB) > self.free_on_card():
             return None
-        segment = Segment(stream, small, False, [Piece(self.addresses(wanted), wanted, "free")])
+        segment = Segment(small, False, [Piece(self.addresses(wanted), wanted, "free")])
         self.segments.append(segment)
-        self.note("segment_alloc", segment.pieces[0].start, wanted, stream)
+        self.note("segment_alloc", segment.pieces[0].start, wanted)
         self.look()
         return segment, segment.pieces[0]
 
@@ -240,13 +218,13 @@ class PlainAllocator:
         (piece,) = segment.pieces
         assert piece.state == "free"
         self.segments.remove(segment)
-        self.note("segment_free", piece.start, piece.size, segment.stream)
+        self.note("segment_free", piece.start, piece.size)
 
-    def release_oversize(self, rounded: int, stream: int, small: bool) -> bool:
+    def release_oversize(self, rounded: int, small: bool) -> bool:
         if self.rules.max_split is None:
             return False
         target = max(rounded, self.rules.max_split)
-        oversize = [s for s, p in self.cached(small, stream) if p.size >= self.rules.max_split and not s.expandable]
+        oversize = [s for s, p in self.cached(small) if p.size >= self.rules.max_split and not s.expandable]
         single = [segment for segment in oversize if segment.pieces[0].size >= target]
         if single:
             self.release(single[0])
@@ -278,9 +256,9 @@ class PlainAllocator:
 
     # Expandable segments, page by page.
 
-    def grow(self, rounded: int, stream: int, small: bool) -> tuple[Segment, Piece] | None:
+    def grow(self, rounded: int, small: bool) -> tuple[Segment, Piece] | None:
         page = 2 * MIB if small else self.rules.large_segment
-        segment, start = self.lowest_place(rounded, stream, small, page)
+        segment, start = self.lowest_place(rounded, small, page)
         while True:
             run = 0
             for piece in segment.pieces:
@@ -294,11 +272,11 @@ class PlainAllocator:
             if mapped > self.free_on_card():
                 return None
             self.cut(segment, hole, [(mapped, "free"), (hole.size - mapped, "hole")])
-            self.note("segment_map", start + run, mapped, stream)
+            self.note("segment_map", start + run, mapped)
             self.look()
 
-    def lowest_place(self, rounded: int, stream: int, small: bool, page: int) -> tuple[Segment, int]:
-        mine = [s for s in self.segments if s.expandable and s.small == small and s.stream == stream]
+    def lowest_place(self, rounded: int, small: bool, page: int) -> tuple[Segment, int]:
+        mine = [s for s in self.segments if s.expandable and s.small == small]
         for segment in sorted(mine, key=Segment.pages_from):
             for at, piece in enumerate(segment.pieces):
                 if piece.state != "hole":
@@ -312,7 +290,7 @@ class PlainAllocator:
                 if room >= rounded:
                     return segment, segment.pieces[first].start
         size = up_to(self.capacity + self.capacity // 8, page)
-        segment = Segment(stream, small, True, [Piece(self.addresses(size), size, "hole")])
+        segment = Segment(small, True, [Piece(self.addresses(size), size, "hole")])
         self.segments.append(segment)
         return segment, segment.pieces[0].start
 
@@ -326,7 +304,7 @@ class PlainAllocator:
         before, after = inside[0] - piece.start, piece.start + piece.size - inside[-1] - page
         size = len(inside) * page
         self.cut(segment, piece, [(before, "free"), (size, "hole"), (after, "free")])
-        self.note("segment_unmap", inside[0], size, segment.stream)
+        self.note("segment_unmap", inside[0], size)
 
     # Blocks.
 
@@ -363,28 +341,19 @@ class PlainAllocator:
         if split:
             self.cut(segment, piece, [(rounded, "used"), (rest, "free")])
             piece = next(each for each in segment.pieces if each.start == piece.start)
-        piece.state, piece.asked, piece.streams = "used", size, []
-        self.note("alloc", piece.start, size, segment.stream)
+        piece.state, piece.asked = "used", size
+        self.note("alloc", piece.start, size)
         self.look()
         return piece
 
     def return_to_cache(self, piece: Piece) -> None:
         segment = self.segment_of(piece)
-        self.note("free_completed", piece.start, piece.asked, segment.stream)
+        self.note("free_completed", piece.start, piece.asked)
         # A copy, so that whoever still holds the block cannot be mistaken for its next holder.
-        freed = replace(piece, state="free", asked=0, streams=[], cached_at=self.searches[segment.small])
+        freed = replace(piece, state="free", asked=0, cached_at=self.searches[segment.small])
         segment.pieces[segment.pieces.index(piece)] = freed
         self.join(segment)
         self.look()
-
-    def return_completed(self) -> None:
-        for place in sorted(self.done, key=lambda place: (self.events[place][0], place)):
-            stream, piece = self.events[place]
-            piece.streams.remove(stream)
-            if not piece.streams:
-                self.return_to_cache(piece)
-        self.events = [event for place, event in enumerate(self.events) if place not in self.done]
-        self.done = set()
 
     def no_room(self, size: int) -> NoRoom:
         now = self.now()
@@ -392,7 +361,7 @@ class PlainAllocator:
 
     def layout(self) -> list[tuple[object, ...]]:
         """Every stretch of mapped memory with its blocks, by address."""
-        names = {"used": "active_allocated", "waiting": "active_pending_free", "free": "inactive"}
+        names = {"used": "active_allocated", "free": "inactive"}
         stretches: list[tuple[Segment, list[Piece]]] = []
         for segment in self.segments:
             fresh = True
@@ -407,7 +376,6 @@ class PlainAllocator:
         return [
             (
                 pieces[0].start,
-                segment.stream,
                 "small" if segment.small else "large",
                 segment.expandable,
                 tuple((piece.start, piece.size, piece.asked, names[piece.state]) for piece in pieces),

@@ -49,7 +49,7 @@ def test_slow_fills_what_fits_and_stops_at_the_critical_batch() -> None:
     assert "at or above the critical batch 16" in advice.further[0]
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=300)
 @given(
     problem=st.sampled_from(PROBLEMS),
     micro_batch=st.integers(1, 200),

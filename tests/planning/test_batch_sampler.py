@@ -14,7 +14,7 @@ import batchwright as bw
 from batchwright.errors import InvalidInputError
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(
     effective=st.integers(1, 60),
     cap=st.integers(1, 9),

@@ -24,7 +24,7 @@ def samples(batch: float, critical: float) -> float:
     return 1 + batch / critical
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(batch=sizes, critical=sizes)
 def test_the_curves_follow_from_the_steps_and_samples_of_the_model(batch: float, critical: float) -> None:
     bc = critical
@@ -58,7 +58,7 @@ def test_a_curve_has_its_limit_without_noise_and_without_signal(curve: Any, limi
     assert (curve(64.0, 0.0), curve(64.0, math.inf)) == limits
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100)
 @given(batch=sizes, ends=st.tuples(sizes, sizes, sizes).map(sorted))
 def test_the_interval_of_the_answer_holds_every_value_inside_that_of_the_critical_batch(
     batch: float, ends: list[float]

@@ -28,7 +28,7 @@ class Looks:
         return max(start + rise * size for start, rise in self.pieces)
 
 
-@settings(max_examples=400, derandomize=True, deadline=None)
+@settings(max_examples=400)
 @given(pieces=pieces, limit=st.integers(0, 20_000), cap=st.integers(1, 300))
 def test_it_agrees_with_counting(pieces: list[tuple[int, int]], limit: int, cap: int) -> None:
     peak = Looks(pieces)
@@ -37,7 +37,7 @@ def test_it_agrees_with_counting(pieces: list[tuple[int, int]], limit: int, cap:
     assert len(peak.sizes) == len(set(peak.sizes)), "no size is looked at twice"
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(rises=st.lists(st.integers(0, 50), min_size=1, max_size=200), limit=st.integers(0, 3000))
 def test_a_peak_that_is_not_convex_is_still_answered_rightly(rises: list[int], limit: int) -> None:
     values = [sum(rises[:end]) for end in range(1, len(rises) + 1)]
@@ -45,7 +45,7 @@ def test_a_peak_that_is_not_convex_is_still_answered_rightly(rises: list[int], l
     assert largest_within(lambda size: values[size - 1], limit, cap=len(values)) == max(fitting, default=None)
 
 
-@settings(max_examples=400, derandomize=True, deadline=None)
+@settings(max_examples=400)
 @given(pieces=pieces, limit=st.integers(0, 20_000))
 def test_the_answer_and_the_size_after_it_were_looked_at(pieces: list[tuple[int, int]], limit: int) -> None:
     peak = Looks(pieces)
@@ -69,7 +69,7 @@ def test_a_flat_start_and_one_slope_take_8_looks_at_most_and_5_on_average() -> N
     assert sum(looks) / len(looks) < 5
 
 
-@settings(max_examples=400, derandomize=True, deadline=None)
+@settings(max_examples=400)
 @given(
     pieces=st.lists(st.tuples(st.integers(0, 2**33), st.integers(0, 2**28)), min_size=1, max_size=6),
     limit=st.integers(0, 2**36),

@@ -27,7 +27,7 @@ def after(change: LearningRateChange, name: str) -> float:
     return found.value
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(before=sizes, then=sizes, critical=sizes)
 def test_the_gain_is_the_ratio_of_the_best_learning_rates_of_the_quadratic_model(
     before: float, then: float, critical: float
@@ -50,7 +50,7 @@ def test_far_beyond_it_the_learning_rate_stays(optimizer: str) -> None:
     assert change.factor.value == pytest.approx(1)
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100)
 @given(batches=st.tuples(sizes, sizes, sizes), critical=sizes)
 def test_two_changes_in_a_row_are_one(batches: tuple[float, float, float], critical: float) -> None:
     a, b, c = batches

@@ -21,7 +21,7 @@ caps = st.integers(1, 64)
 device_counts = st.integers(1, 32)
 
 
-@settings(max_examples=1000, derandomize=True, deadline=None)
+@settings(max_examples=1000)
 @given(effective=counts, cap=caps, devices=device_counts, policy=st.sampled_from(POLICIES))
 def test_plan_agrees_with_counting(effective: int, cap: int, devices: int, policy: str) -> None:
     if policy in ("at-most", "exact") and effective < devices:
@@ -49,7 +49,7 @@ def test_plan_agrees_with_counting(effective: int, cap: int, devices: int, polic
         assert {s for rank_sizes in sizes for s in rank_sizes} == {plan.micro_batch}
 
 
-@settings(max_examples=400, derandomize=True, deadline=None)
+@settings(max_examples=400)
 @given(
     effective=st.integers(1, 200),
     cap=st.integers(1, 20),

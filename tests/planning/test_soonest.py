@@ -38,7 +38,7 @@ def mentions(best: BestBatch, words: str) -> bool:
     return any(words in line for line in best.words)
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100)
 @given(fixed=fixed_costs, per_sample=sample_costs, noise=noise_scales)
 def test_no_batch_is_sooner_than_the_best(fixed: float, per_sample: float, noise: float) -> None:
     found = soonest_on_line(noise, fixed, per_sample, least=1, most=3000)
@@ -50,7 +50,7 @@ def test_no_batch_is_sooner_than_the_best(fixed: float, per_sample: float, noise
         assert times[whole - 1] == pytest.approx(min(times[unit - 1 :: unit]), rel=1e-12)
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=40)
 @given(
     fixed=fixed_costs | st.just(0.0),
     per_sample=sample_costs | st.just(0.0),
@@ -83,7 +83,7 @@ def test_the_answer_is_the_geometric_mean_of_overhead_and_noise() -> None:
     assert best.time_ratio(last) <= 1.05 < best.time_ratio(last + 1)
 
 
-@settings(max_examples=50, derandomize=True, deadline=None)
+@settings(max_examples=50)
 @given(fixed=fixed_costs, per_sample=sample_costs, noise=noise_scales)
 def test_a_factor_of_two_costs_at_most_an_eighth(fixed: float, per_sample: float, noise: float) -> None:
     ideal = math.sqrt(fixed / per_sample * noise)
@@ -258,7 +258,7 @@ def test_the_answer_is_plain_data_and_shows_itself() -> None:
 seconds = st.floats(1e-4, 1.0)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     critical=st.floats(1, 500),
     alpha=seconds,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from batchwright.planning.split import divisors, largest_divisor
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 5000), st.integers(1, 6000))
 def test_divisors_are_what_trying_every_size_finds(number: int, at_most: int) -> None:
     every = [size for size in range(1, at_most + 1) if number % size == 0]
@@ -17,7 +17,7 @@ def test_divisors_are_what_trying_every_size_finds(number: int, at_most: int) ->
     assert largest_divisor(number, at_most=at_most) == every[-1]
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 10**6), st.integers(1, 10**6))
 def test_divisors_of_a_large_number_pair_up(one: int, other: int) -> None:
     number = one * other

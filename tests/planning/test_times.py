@@ -17,7 +17,7 @@ from batchwright.planning.times import TimedPoint, fit_times, parse_times
 seconds = st.floats(1e-4, 10)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(alpha=seconds, beta=seconds, sigma=seconds)
 def test_three_coefficients_are_found_again(alpha: float, beta: float, sigma: float) -> None:
     points = [TimedPoint(m, alpha + beta * m) for m in (1, 4, 16)]

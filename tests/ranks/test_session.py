@@ -14,12 +14,11 @@ import pytest
 import batchwright
 from batchwright import errors
 from batchwright.device.outcome import Outcome
-from batchwright.fitting.across_ranks import join_verdicts
+from batchwright.fitting.child import ProbeReport
 from batchwright.fitting.fit_result import Fit, MemoryLine, NextSize, Restored
-from batchwright.fitting.messages import ProbeReport
+from batchwright.fitting.probers import join_verdicts
 from batchwright.ranks import meeting
-from batchwright.ranks.meeting import RankFailure
-from batchwright.ranks.place import Place
+from batchwright.ranks.meeting import Place, RankFailure
 from batchwright.ranks.session import Session
 from batchwright.ranks.watch import Watch
 from batchwright.units import PeakBytes

@@ -18,7 +18,7 @@ from batchwright.memory.estimate import estimate_every_card
 from batchwright.noise.noise_run import measure_noise
 from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.planning.learning_rate import learning_rate_change
-from batchwright.printed_result import PrintedResult
+from batchwright.printed_result import PrintedLine, PrintedResult
 from batchwright.report.display import render_plain
 from batchwright.scripts.estimate_script import ScriptEstimate
 from batchwright.scripts.script_run import ScriptRun
@@ -168,6 +168,9 @@ def test_the_repr_of_a_result_is_one_short_line(found: Any) -> None:
         assert "=None" not in repr(found).split(",")[0]
 
 
+BASES = (PrintedResult.__name__, PrintedLine.__name__)
+
+
 def drawn_classes() -> dict[str, set[str]]:
     """Every class of ours that draws itself, with the names of its methods."""
     found: dict[str, set[str]] = {}
@@ -175,7 +178,10 @@ def drawn_classes() -> dict[str, set[str]]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-                if methods & {"__rich__", "_repr_html_"} and node.name != PrintedResult.__name__:
+                if any(isinstance(base, ast.Name) and base.id in BASES for base in node.bases):
+                    methods.add("_repr_html_")  # inherited
+                # `Drawing` is what a result hands over to be drawn, and no result.
+                if methods & {"__rich__", "_repr_html_"} and node.name not in (*BASES, "Drawing"):
                     found[node.name] = methods
     return found
 

@@ -24,7 +24,7 @@ def one_by_one(lengths: list[int], room: int) -> list[int]:
 
 
 @given(st.lists(st.integers(1, 50), max_size=80), st.integers(50, 90))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_rows_are_those_of_best_fit(lengths: list[int], room: int) -> None:
     rows = pack(lengths, room)
     assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))

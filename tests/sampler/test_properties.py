@@ -53,7 +53,7 @@ def real(sampler: TokenBatchSampler, batches: list[list[int]]) -> list[list[int]
 
 
 @given(lengths=lengths_of, ranks=ranks_of, options=options_of, epoch=st.integers(0, 2))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_budget_once_and_equal_steps(lengths: list[int], ranks: int, options: dict[str, Any], epoch: int) -> None:
     seen: list[int] = []
     steps = set()
@@ -77,7 +77,7 @@ def test_budget_once_and_equal_steps(lengths: list[int], ranks: int, options: di
 
 
 @given(lengths=lengths_of, data=st.data(), options=options_of)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_resumed_run_is_the_unbroken_one(lengths: list[int], data: Any, options: dict[str, Any]) -> None:
     ranks = data.draw(st.integers(1, 4))
     rank = data.draw(st.integers(0, ranks - 1))
@@ -98,7 +98,7 @@ def test_a_resumed_run_is_the_unbroken_one(lengths: list[int], data: Any, option
 
 
 @given(lengths=lengths_of, data=st.data(), options=options_of)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_ranks_may_change_on_the_way_and_no_sample_is_lost_or_repeated(
     lengths: list[int], data: Any, options: dict[str, Any]
 ) -> None:
@@ -125,7 +125,7 @@ def test_ranks_may_change_on_the_way_and_no_sample_is_lost_or_repeated(
 
 
 @given(lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30)), max_size=80), ranks=st.integers(1, 4))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_two_lengths_keep_the_budget_too(lengths: list[tuple[int, int]], ranks: int) -> None:
     seen = []
     for rank in range(ranks):
@@ -139,7 +139,7 @@ def test_two_lengths_keep_the_budget_too(lengths: list[tuple[int, int]], ranks: 
 
 
 @given(lengths=lengths_of, squared=st.floats(0, 0.1), fixed=st.floats(0, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_cost_keeps_its_budget(lengths: list[int], squared: float, fixed: float) -> None:
     cost = BatchCost(fixed=fixed, per_token=1.0, per_token_squared=squared)
     limit = (fixed + BUDGET + squared * BUDGET**2) * (1 + 1e-9)
@@ -150,7 +150,7 @@ def test_a_cost_keeps_its_budget(lengths: list[int], squared: float, fixed: floa
 
 
 @given(lengths=st.lists(st.integers(1, 4 * BUDGET), max_size=60).map(lambda drawn: [1, *drawn]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_samples_over_the_budget_are_dropped_or_alone_as_asked(lengths: list[int]) -> None:
     over = [i for i, length in enumerate(lengths) if length > BUDGET]
     dropping = TokenBatchSampler(lengths, BUDGET, rank=0, world_size=1, oversize="drop")

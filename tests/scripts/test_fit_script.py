@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from batchwright.errors import InvalidInputError, NothingFitsError
-from batchwright.scripts.fit_script import fit_script
+from batchwright.fitting.fit import fit as fit_script
 from batchwright.scripts.script import Script
 
 if TYPE_CHECKING:
@@ -60,6 +60,45 @@ def test_the_option_is_recognised_and_named(folder: Path) -> None:
     assert fit.notes[0].startswith("--batch-size of the program sets its micro-batch")
 
 
+def test_a_size_that_stands_in_the_program_is_turned_at_its_loader(folder: Path) -> None:
+    (folder / "plain.py").write_text(
+        "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+        "loader = DataLoader(TensorDataset(torch.ones(256, 8)), 16, shuffle=True)\n"
+        "model = torch.nn.Linear(8, 8).cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for (x,) in loader: model(x.cuda()).sum().backward(); optimizer.step()\n"
+    )
+    fit = fit_script(Script(["plain.py"], cwd=folder), on="t4-16gb", limit=64)
+    assert fit.micro_batch == 64
+    assert fit.notes[:2] == (
+        "no option sets the micro-batch: the DataLoader(batch_size=16) of the program was given other sizes",
+        "in plain.py: DataLoader(batch_size=64), where it is 16",
+    )
+
+
+def test_shapes_give_a_table_and_a_start_is_kept(folder: Path) -> None:
+    (folder / "shaped.py").write_text(
+        "import sys, torch\nmodel = torch.nn.Linear(1024, 1024).cuda().eval()\n"
+        "with torch.no_grad():\n    while True: model(torch.ones(int(sys.argv[1]), int(sys.argv[2]), 1024).cuda())\n"
+    )
+    script = Script(["shaped.py", "{micro_batch}", "{crops}"], cwd=folder)
+    table = fit_script(script, on="t4-16gb", shapes={"crops": [1, 12]}, limit=64, scale="crops:2=1.0,else=0.5")
+    assert [(row.shape, row.trials[0].micro_batch, row.micro_batch) for row in table.shapes] == [
+        ({"crops": 1}, 64, 64),
+        ({"crops": 12}, 32, 64),
+    ]
+    assert "type: shaped.py 64 12" in table.shapes[1].notes
+
+
+def test_a_size_that_is_too_small_for_batch_norm_is_passed_over(folder: Path) -> None:
+    (folder / "norm.py").write_text(
+        "import sys, os, torch\nos.get_terminal_size(0)\nmodel = torch.nn.BatchNorm1d(8).cuda()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "while True: model(torch.ones(int(sys.argv[1]), 8).cuda()).sum().backward(); optimizer.step()\n"
+    )
+    fit = fit_script(Script(["norm.py", "{micro_batch}"], cwd=folder), on="t4-16gb", limit=16)
+    assert (fit.micro_batch, fit.trials[0].is_too_small) == (16, True)
+
+
 def test_an_option_that_changes_nothing_is_refused(folder: Path) -> None:
     script = Script(["train.py", "--fixed"], cwd=folder, batch_option="--batch-size")
     with pytest.raises(InvalidInputError, match="still receives 4 samples"):
@@ -68,7 +107,7 @@ def test_an_option_that_changes_nothing_is_refused(folder: Path) -> None:
 
 def test_nothing_fits_is_said(folder: Path) -> None:
     script = Script(["train.py", "--huge"], cwd=folder, batch_option="--batch-size")
-    with pytest.raises(NothingFitsError, match="even at micro-batch 1"):
+    with pytest.raises(NothingFitsError, match="micro-batch 1 does not fit on t4-16gb"):
         fit_script(script, on="t4-16gb")
 
 

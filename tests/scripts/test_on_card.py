@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
@@ -10,24 +11,35 @@ import torch
 from torch import nn
 
 import batchwright as bw
+import batchwright.errors
+from batchwright.scripts.command import read_command
 from batchwright.scripts.estimate_script import ScriptEstimate, estimate_script
+from batchwright.scripts.probe import Probes
 from batchwright.scripts.script import Script
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 HEAD = """
     import copy, math, sys
-    import torch
+    import torch, torch.utils.tensorboard
     from torch import nn
     def build():
         return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
 """
 
 
+@pytest.fixture(scope="module")
+def probes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probes]:
+    """Probes of one folder, whose process imports once."""
+    script = Script(["train.py"], cwd=tmp_path_factory.mktemp("programs"), seconds=120)
+    with Probes(script, "a100-40gb") as opened:
+        yield opened
+
+
 def run(folder: Path, program: str, *arguments: str) -> ScriptEstimate:
     (folder / "train.py").write_text(dedent(HEAD) + dedent(program))
-    return estimate_script(Script(["train.py", *arguments], cwd=folder), on="a100-40gb", seconds=120)
+    return estimate_script(Script(["train.py", *arguments], cwd=folder, seconds=120), on="a100-40gb")
 
 
 def test_the_peak_is_that_of_a_workload_of_the_same_step(tmp_path: Path) -> None:
@@ -100,6 +112,84 @@ def test_the_peak_is_that_of_a_workload_of_the_same_step(tmp_path: Path) -> None
                 (kept.mean() + chosen.mean()).backward(); optimizer.step()
                 out.detach().cpu().numpy(); out.argmax(1).tolist()
         """,
+        "a checkpoint that is read again": """
+            model = build(); optimizer = torch.optim.AdamW(model.parameters()); model.cuda()
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+            while True:
+                kept = torch.load("last.pt", map_location="cuda")
+                assert all(state["step"].is_cuda for state in kept["optimizer"]["state"].values())
+                model.load_state_dict(kept["model"]); optimizer.load_state_dict(kept["optimizer"])
+                model(torch.randn(8, 64).cuda()).mean().backward(); optimizer.step(); optimizer.zero_grad()
+                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+        """,
+        "threads that feed it": """
+            import queue, threading
+            batches = queue.Queue(2)
+            def feed():
+                while True:
+                    batches.put(torch.randn(8, 64).pin_memory().cuda())
+            threading.Thread(target=feed, daemon=True).start()
+            model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            while True:
+                model(batches.get()).mean().backward(); optimizer.step(); optimizer.zero_grad()
+        """,
+        "sampling, counting and distributions": """
+            model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            while True:
+                chances = model(torch.randn(8, 64).cuda()).softmax(-1)
+                actions = torch.distributions.Categorical(probs=chances).sample()
+                assert torch.bincount(actions, minlength=64).shape == (64,)
+                assert torch.multinomial(chances, 1).tolist() and torch.unique(actions).numel() == 8
+                if torch.isnan(chances).any(): raise SystemExit("no number")
+                (-chances.log().gather(1, actions[:, None]).mean()).backward(); optimizer.step()
+        """,
+        "processes that it starts": """
+            def train(rank):
+                model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                while True: model(torch.randn(8, 64).cuda()).mean().backward(); optimizer.step()
+            torch.multiprocessing.spawn(train, nprocs=torch.cuda.device_count())
+        """,
+        "a process group of one that it starts by itself": """
+            import os, torch.distributed as dist
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+            dist.init_process_group(backend="nccl", rank=0, world_size=1)
+            model = nn.parallel.DistributedDataParallel(build().cuda(), device_ids=[0])
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            while True: model(torch.randn(8, 64).cuda()).mean().backward(); optimizer.step(); dist.barrier()
+        """,
+        "a graph for TensorBoard": """
+            from torch.utils.tensorboard import SummaryWriter
+            model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            SummaryWriter("runs").add_graph(model, torch.ones(1, 64).cuda())
+            while True: model(torch.randn(8, 64).cuda()).mean().backward(); optimizer.step()
+        """,
+        "tied weights that are moved one after the other": """
+            class Tied(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.words = nn.Embedding(64, 64); self.head = nn.Linear(64, 64); self.head.weight = self.words.weight
+                def forward(self, x): return self.head(self.words(x))
+            model = Tied(); optimizer = torch.optim.AdamW(model.parameters()); model.cuda().float()
+            assert model.head.weight is model.words.weight and model.head.bias.is_cuda
+            while True: model(torch.ones(8, 4, dtype=torch.long).cuda()).mean().backward(); optimizer.step()
+        """,
+        "an evaluation in inference mode": """
+            model = build().to(device="cuda", dtype=torch.bfloat16, memory_format=torch.contiguous_format).eval()
+            with torch.inference_mode():
+                while True:
+                    x = torch.randn(8, 64).to(device=torch.device("cuda"), dtype=torch.bfloat16, non_blocking=True)
+                    model(x.contiguous()).float().softmax(-1).topk(2)[1].t().eq(torch.ones(1, 8).cuda()).sum().item()
+        """,
+        "weights of 8 GiB on a small host": """
+            import resource
+            model = nn.Linear(2**15, 2**15, bias=False)
+            for weight in model.parameters(): nn.init.trunc_normal_(weight, std=0.02)
+            model = model.to(torch.bfloat16); kept = copy.deepcopy(model)
+            model.cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2**21, "in KiB"
+            while True:
+                model(torch.randn(8, 2**15, dtype=torch.bfloat16).cuda()).mean().backward(); optimizer.step()
+        """,
         "loader workers, pinned memory, a compiled model": """
             data = torch.utils.data.TensorDataset(torch.randn(64, 64))
             loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=1, pin_memory=True)
@@ -112,11 +202,12 @@ def test_the_peak_is_that_of_a_workload_of_the_same_step(tmp_path: Path) -> None
     }.items(),
     ids=lambda item: item[0],
 )
-def test_programs_run_to_their_cut(tmp_path: Path, program: tuple[str, str]) -> None:
-    seen = run(tmp_path, program[1])
-    assert (seen.run.end, seen.run.num_windows, seen.micro_batch) == ("cut", 2, 8)
-    assert seen.fits
-    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".pt"] == []
+def test_programs_run_to_their_cut(probes: Probes, program: tuple[str, str]) -> None:
+    folder = Path(probes.script.cwd)
+    (folder / "train.py").write_text(dedent(HEAD) + dedent(program[1]))
+    seen = probes.run(read_command(["train.py"]))
+    assert (seen.end, seen.num_windows, seen.batch_size) == ("cut", 2, 8)
+    assert [path.name for path in folder.iterdir()] == ["train.py"]
 
 
 def test_a_program_that_is_too_large_runs_out_there(tmp_path: Path) -> None:
@@ -130,3 +221,60 @@ def test_a_program_that_is_too_large_runs_out_there(tmp_path: Path) -> None:
     )
     assert not seen.fits
     assert "runs out of memory on a100-40gb" in str(seen)
+
+
+def test_an_evaluation_that_repeats_itself_is_not_followed_to_its_end(tmp_path: Path) -> None:
+    program = """
+        model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        while True:
+            model.eval()
+            with torch.no_grad():
+                for number in range(50): out = model(torch.randn(SIZE, 64).cuda()); out.argmax(1).tolist()
+            model.train()
+            model(torch.randn(8, 64).cuda()).mean().backward(); optimizer.step(); optimizer.zero_grad()
+    """
+    seen = run(tmp_path, program.replace("SIZE", "512"))
+    assert seen.run.notes == ("95 forwards without gradients repeated those before them, and were not followed again",)
+    # Each as it is: with another size every time, none is like the one before.
+    all_followed = run(tmp_path, program.replace("SIZE", "512 - number"))
+    assert seen.run.peak_bytes is not None
+    assert all_followed.run.peak_bytes is not None
+    # The last outputs are smaller there, by 12 rows at the most.
+    assert seen.run.peak_bytes.allocated == pytest.approx(all_followed.run.peak_bytes.allocated, abs=4096)
+    assert all_followed.run.notes == ()
+
+
+def test_more_processes_than_cards_are_refused_with_the_number_to_say(tmp_path: Path) -> None:
+    with pytest.raises(bw.errors.StepFailedError, match=r"starts 4 processes.*\n.*devices=4"):
+        run(tmp_path, "torch.multiprocessing.spawn(lambda rank: None, nprocs=4)")
+
+
+RANKS = """
+    import os
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+    dist.init_process_group("nccl")
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    model = WRAPPED
+    optimizer = torch.optim.AdamW(model.parameters())
+    while True:
+        loss = model(torch.randn(8, 64, device="cuda")).mean()
+        loss.backward(); optimizer.step(); optimizer.zero_grad()
+        total = loss.detach().clone(); dist.all_reduce(total); dist.barrier()
+        assert (dist.get_rank(), dist.get_world_size()) == (0, int(sys.argv[1]))
+"""
+
+
+def run_ranks(folder: Path, wrapped: str, count: int) -> int:
+    (folder / "train.py").write_text(dedent(HEAD) + dedent(RANKS).replace("WRAPPED", wrapped))
+    words = ["torchrun", "--nproc-per-node", str(count), "train.py", str(count)]
+    seen = estimate_script(Script(words, cwd=folder, seconds=120), on="a100-40gb")
+    assert (seen.run.end, seen.micro_batch) == ("cut", 8)
+    return seen.run.parts["weights"]
+
+
+def test_a_launchers_processes_are_the_ranks_of_the_card(tmp_path: Path) -> None:
+    whole = run_ranks(tmp_path, "DistributedDataParallel(build().cuda(), device_ids=[rank])", 1)
+    assert run_ranks(tmp_path, "fully_shard(build().cuda())", 4) < 0.5 * whole

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import os
 import shutil
 import sqlite3
+import tarfile
+import tempfile
+from os import remove as _remove
 from pathlib import Path
+from shutil import rmtree as _rmtree
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -77,6 +83,55 @@ def delete() -> None:
     assert Path("kept.txt").read_text() == "new"
 
 
+def list_what_is_there() -> None:
+    Path("out/new.txt").write_text("new")
+    assert sorted(os.listdir("out")) == sorted(path.name for path in Path("out").iterdir()) == ["model.pt", "new.txt"]
+    os.remove("out/model.pt")
+    with os.scandir("out") as entries:
+        assert [entry.name for entry in entries] == ["new.txt"]
+    assert list(Path().glob("*.txt")) == [Path("kept.txt")]
+
+
+def write_a_named_temporary_file() -> None:
+    os.makedirs("cache/csv")
+    with tempfile.NamedTemporaryFile("w", dir="cache/csv", delete=False) as file:
+        file.write("rows")
+    shutil.move(file.name, "cache/table.arrow")
+    assert Path("cache/table.arrow").read_text() == "rows"
+
+
+def write_by_keyword_and_by_names_bound_before() -> None:
+    torch.save({"a": torch.ones(2)}, f="out/model.pt")
+    assert torch.load(f="out/model.pt")["a"].tolist() == [1, 1]
+    with tarfile.open("kept.txt", "w") as archive:
+        archive.add("out")
+    _remove("kept.txt")
+    assert not Path("kept.txt").exists()
+    _rmtree("out")
+    assert not Path("out").exists()
+
+
+def write_past_everything() -> None:
+    with pytest.raises(PermissionError, match="batchwright refuses"):
+        io.FileIO("kept.txt", "w")
+
+
+def link_and_change_folder() -> None:
+    os.makedirs("runs/1")
+    os.symlink(os.path.abspath("runs/1"), "latest")
+    assert os.path.islink("latest")
+    os.chdir("runs/1")
+    Path("here.txt").write_text("in the new folder")
+    assert Path("here.txt").read_text() == "in the new folder"
+
+
+def read_by_a_library_of_c() -> None:
+    pyarrow: Any = importlib.import_module("pyarrow")
+
+    Path("table.bin").write_bytes(b"12345")
+    assert pyarrow.memory_map("table.bin").read() == pyarrow.OSFile("table.bin").read() == b"12345"
+
+
 def delete_a_folder() -> None:
     shutil.rmtree("out")
     assert not os.path.exists("out/model.pt") or not os.path.exists("out")
@@ -131,11 +186,15 @@ def touch_and_chmod() -> None:
     "program",
     [
         *(write_twice, append, update, make_folders, delete, delete_a_folder, rename, write_exclusively),
-        *(write_by_descriptor, save_weights, write_a_database, touch_and_chmod),
+        *(write_by_descriptor, save_weights, write_a_database, touch_and_chmod, list_what_is_there),
+        *(write_by_keyword_and_by_names_bound_before, write_past_everything),
+        *(write_a_named_temporary_file, link_and_change_folder, read_by_a_library_of_c),
     ],
 )
 def test_nothing_of_the_users_changes(program: Callable[[], None], tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
+    if program is read_by_a_library_of_c:
+        pytest.importorskip("pyarrow")  # what a program imports is imported before it runs
     with writes_led_to(tmp_path / "scratch") as scratch:
         program()
     assert not scratch.folder.is_relative_to(Path.cwd())

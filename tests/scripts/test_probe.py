@@ -6,13 +6,13 @@ import os
 import time
 from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from batchwright.errors import BatchwrightError, InvalidInputError, StepFailedError
-from batchwright.scripts.command import read_command
-from batchwright.scripts.probe import ScriptProbe, check_that_it_ran
+from batchwright.scripts.probe import Probes
+from batchwright.scripts.script import Script
 
 if TYPE_CHECKING:
     from batchwright.scripts.script_run import ScriptRun
@@ -54,8 +54,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def probe(folder: Path, words: str, **options: object) -> ScriptRun:
-    return ScriptProbe(read_command(words.split()), cwd=folder, **{"seconds": 60.0, **options}).run()  # type: ignore[arg-type]
+def probe(folder: Path, words: str, *, seconds: float = 60.0, **options: Any) -> ScriptRun:
+    script = Script(words.split(), cwd=folder, seconds=seconds)
+    with Probes(script, "cpu") as probes:
+        return probes.run(script.command, **options)
 
 
 @pytest.mark.parametrize(
@@ -84,28 +86,41 @@ def test_accumulation_is_counted(folder: Path) -> None:
 
 def test_a_program_that_fails_keeps_its_traceback(folder: Path) -> None:
     (folder / "bad.py").write_text("import torch\nprint('about to fail')\ntorch.ones(2) @ torch.ones(3)\n")
-    run = probe(folder, "bad.py")
-    assert run.end == "failed"
-    with pytest.raises(StepFailedError, match=r"(?s)bad\.py.*line 3.*about to fail"):
-        check_that_it_ran(run, read_command(["bad.py"]), seconds=1)
+    with pytest.raises(StepFailedError, match=r"(?s)about to fail.*bad\.py.*line 3.*it fails without batchwright too"):
+        probe(folder, "bad.py")
 
 
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
         ("print('nothing to do')", InvalidInputError, "ended by itself"),
+        (
+            "import multiprocessing as mp\nif __name__ == '__main__':\n    p = mp.Process(target=print); p.start(); p.join()",
+            InvalidInputError,
+            "processes of its own",
+        ),
         ("import sys; sys.exit(4)", StepFailedError, "sys.exit"),
-        ("import time; time.sleep(60)", BatchwrightError, "within 3 s"),
-        ("input('how many? ')", StepFailedError, "EOF"),
+        ("import time; time.sleep(60)", BatchwrightError, "within 1 s"),
+        ("input('how many? ')", StepFailedError, "asks for input"),
         ("import os; os._exit(9)", StepFailedError, "code 9"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", StepFailedError, "SIGSEGV"),
     ],
 )
 def test_whatever_happens_there_is_an_answer(folder: Path, text: str, error: type[Exception], words: str) -> None:
     (folder / "odd.py").write_text(text)
-    run = probe(folder, "odd.py", seconds=3.0)
     with pytest.raises(error, match=words):
-        check_that_it_ran(run, read_command(["odd.py"]), seconds=3)
+        probe(folder, "odd.py", seconds=1.0)
+
+
+def test_a_run_at_another_size_is_a_fork_of_the_same_process(folder: Path) -> None:
+    (folder / "parent.py").write_text(
+        "import os, sys, torch\nm = torch.nn.EmbeddingBag(10**7, 1); o = torch.optim.SGD(m.parameters(), 0.1)\n"
+        "for _ in range(2):\n    m(torch.full((int(sys.argv[1]), os.getppid() % 1000), 1)).sum().backward(); o.step()\n"
+    )
+    script = Script(["parent.py", "{micro_batch}"], cwd=folder)
+    with Probes(script, "cpu") as probes:
+        parents = {probes.run(script.at(size)).input_shapes[0][1] for size in (2, 3)}
+    assert len(parents) == 1
 
 
 def test_updates_by_hand_and_two_optimizers(folder: Path) -> None:
@@ -158,8 +173,8 @@ def test_a_budget_is_kept(folder: Path) -> None:
         "import sys, torch\nm = torch.nn.Linear(1024, 1024); o = torch.optim.SGD(m.parameters(), 0.1)\n"
         "for _ in range(9):\n    m(torch.ones(int(sys.argv[1]), 1024)).sum().backward(); o.step(); o.zero_grad()\n"
     )
-    small = ScriptProbe(read_command(["wide.py", "64"]), cwd=folder).run(limit_bytes=64 * 2**20)
-    large = ScriptProbe(read_command(["wide.py", "65536"]), cwd=folder).run(limit_bytes=64 * 2**20)
+    small = probe(folder, "wide.py 64", limit_bytes=64 * 2**20)
+    large = probe(folder, "wide.py 65536", limit_bytes=64 * 2**20)
     assert (small.end, large.end) == ("cut", "out_of_memory")
     assert small.peak_bytes is not None
     assert small.peak_bytes.device is not None
@@ -183,6 +198,7 @@ def test_an_evaluation_before_the_training_does_not_end_it(folder: Path) -> None
     )
     run = probe(folder, "both.py")
     assert (run.end, run.windows, run.num_windows) == ("cut", "optimizer steps", 2)
+    assert run.batch_size == 8, "of the training, though most forwards had another"
 
 
 def test_generation_is_one_window_with_its_cache(folder: Path) -> None:

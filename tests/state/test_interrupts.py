@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import batchwright
-from batchwright.state.interrupts import UNCUT_FILES, UNCUT_FUNCTIONS, temporary_folder, uninterrupted
+from batchwright.state.process_state import UNCUT_FILES, UNCUT_FUNCTIONS, temporary_folder, uninterrupted
 
 TARGET = """
 import os, time

@@ -28,9 +28,9 @@ from batchwright.device.batches import make_batch
 from batchwright.device.step import build_model, build_optimizers, build_scaler
 from batchwright.errors import CannotTraceError
 from batchwright.noise.noise_run import measure_noise
-from batchwright.state.interrupts import uninterrupted
+from batchwright.state.process_state import uninterrupted
 from batchwright.state.untouched import untouched
-from batchwright.tuning.throughput import measure_throughput
+from batchwright.tuning.stages import measure_throughput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -417,7 +417,7 @@ def test_what_is_not_the_users_is_listed_where_it_changes() -> None:
         loss=loss,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
     )
-    [note] = [note for note in bw.audit(work).notes if note.startswith("not looked after")]
+    [note] = [note for note in bw.audit(work).notes if note.startswith("not restored")]
     assert "bar: what changed inside of a Thread of threading" in note
     assert "numbers: how far a range_iterator has been read" in note
 

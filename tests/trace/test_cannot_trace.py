@@ -91,7 +91,7 @@ def test_the_operator_the_reason_and_the_line_are_named(
     number = next(n for n, written in enumerate(source, start) if line in written)
     assert where.startswith(f"  at {Path(__file__)}:{number}: ")
     assert line in where
-    assert remedy.startswith("  try: batchwright fit runs the step instead; or keep that line out of the step")
+    assert remedy.startswith("  try: bw.fit(workload) runs the step instead; or keep that line out of the step")
     assert refused.value.exit_code == 1
 
 

@@ -43,7 +43,7 @@ def running_sums(log: Log) -> list[int]:
     return [sum(change for _, change in log.changes[: end + 1]) for end in range(len(log.changes))]
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100)
 @given(log=logs())
 def test_the_peak_is_the_largest_running_sum(log: Log) -> None:
     peak = find_peak(log)
@@ -51,7 +51,7 @@ def test_the_peak_is_the_largest_running_sum(log: Log) -> None:
     assert sum(peak.alive.values()) == peak.num_bytes
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100)
 @given(log=logs(), share=st.sampled_from([0.5, 0.125]))
 def test_a_scaled_peak_is_that_of_a_log_of_smaller_blocks(log: Log, share: float) -> None:
     def scale(block: Block) -> float:
@@ -63,14 +63,14 @@ def test_a_scaled_peak_is_that_of_a_log_of_smaller_blocks(log: Log, share: float
     assert abs(find_peak(log, scale).num_bytes - max(sums)) <= 0.5
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100)
 @given(log=logs(), window=st.tuples(st.integers(0, 30), st.integers(0, 30)))
 def test_a_peak_can_be_looked_for_in_a_stretch(log: Log, window: tuple[int, int]) -> None:
     since, until = min(window), max(window)
     assert find_peak(log, since=since, until=until).num_bytes == max([0, *running_sums(log)[since:until]])
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100)
 @given(log=logs())
 def test_every_byte_of_the_peak_is_in_one_part(log: Log) -> None:
     found = break_down(log)
@@ -79,12 +79,12 @@ def test_every_byte_of_the_peak_is_in_one_part(log: Log) -> None:
     assert parts_at_the_same_moment(log, log) == found.parts
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100)
 @given(log=logs())
 def test_the_highest_phase_holds_the_peak(log: Log) -> None:
     phases = peaks_of_phases(log)
-    assert [phase for phase, _ in phases] == PHASES
-    assert max(num_bytes for _, num_bytes in phases) == find_peak(log).num_bytes
+    assert list(phases) == PHASES
+    assert max(phases.values()) == find_peak(log).num_bytes
 
 
 def test_what_is_alive_is_what_was_born_and_has_not_died() -> None:

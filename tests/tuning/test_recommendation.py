@@ -10,7 +10,7 @@ from batchwright.planning.dialects import FRAMEWORKS
 from batchwright.planning.soonest import best_batch
 from batchwright.tuning.recommendation import advise_run
 from batchwright.tuning.run_file import Measured
-from batchwright.tuning.tune_request import TuneRequest
+from batchwright.tuning.tune import TuneRequest
 from tests.tuning.runs import CRITICAL, by_hand
 
 

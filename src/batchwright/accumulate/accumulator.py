@@ -21,26 +21,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchwright.accumulate.boundary import Boundary
-from batchwright.accumulate.checks import as_list, check_construction
-from batchwright.accumulate.loader import CountingSampler, ReadAhead, WindowSizes, counted_micro_batch
-from batchwright.accumulate.loss_terms import Totals, check_weight, count_units, read_terms
+from batchwright.accumulate.micro_batches import (
+    CountingSampler,
+    ReadAhead,
+    Totals,
+    WindowSizes,
+    check_weight,
+    count_units,
+    counted_micro_batch,
+    read_terms,
+)
 from batchwright.accumulate.ranks import check_data_parallel, find_parallelism
-from batchwright.accumulate.weights import TrainedWeights
+from batchwright.accumulate.weights import TrainedWeights, check_construction
 from batchwright.accumulate.windows import Windows
 from batchwright.device.batches import clear_num_samples, cut, num_samples
-from batchwright.device.out_of_memory import is_out_of_memory
+from batchwright.device.outcome import is_out_of_memory
 from batchwright.errors import InvalidInputError
 from batchwright.state.process_state import random_sources
-from batchwright.units import shortened
+from batchwright.units import as_list, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
 
-    from batchwright.accumulate.loss_terms import LossTerm
-    from batchwright.accumulate.window import Step
-    from batchwright.accumulate.windows import WindowWatcher
+    from batchwright.accumulate.micro_batches import LossTerm
+    from batchwright.accumulate.windows import Step, WindowWatcher
 
 
 _REMEDY = "a batch whose tensors all begin with its samples, and what they share (class weights, a mask) kept out of it"

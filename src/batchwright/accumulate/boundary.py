@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.accumulate.checks import weights_held_by
 from batchwright.accumulate.weights import (
+    NARROW,
     WideShares,
-    narrow_parameters,
     put_back,
     round_once,
     takes_wide_gradients,
+    weights_held_by,
     widen,
 )
 
@@ -69,7 +69,9 @@ def counting_nothing(losses: Sequence[torch.Tensor], *, beside: torch.Tensor | N
     only_theirs = [node for node in graph_nodes([loss.grad_fn for loss in losses]) if node not in kept]
     # A leaf has nothing behind it to hand zeros to: what reaches it is replaced instead.
     handles = [
-        node.register_prehook(_zeros) if hasattr(node, "variable") else node.register_hook(_zeros_behind)
+        node.register_prehook(_zeros)
+        if hasattr(node, "variable")
+        else node.register_hook(lambda behind, _: _zeros(behind))
         for node in only_theirs
     ]
     try:
@@ -81,10 +83,6 @@ def counting_nothing(losses: Sequence[torch.Tensor], *, beside: torch.Tensor | N
 
 def _zeros(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
     return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
-
-
-def _zeros_behind(behind: tuple[torch.Tensor | None, ...], _: Any) -> tuple[torch.Tensor | None, ...]:
-    return _zeros(behind)
 
 
 def graph_nodes(roots: Sequence[Any]) -> Iterator[Any]:
@@ -152,7 +150,7 @@ class Boundary:
         """Have the 16-bit weights that train now add up in fp32, and no others."""
         if not self._is_precise:
             return
-        narrow = narrow_parameters(self.parameters)
+        narrow = [parameter for parameter in self.parameters if parameter.dtype in NARROW]
         kept = set(map(id, narrow))
         put_back([weight for weight in self._narrow if id(weight) not in kept])
         self._narrow[:] = narrow

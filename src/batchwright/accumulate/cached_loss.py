@@ -14,7 +14,6 @@ Promises:
 from __future__ import annotations
 
 import contextlib
-import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from batchwright.accumulate.boundary import graph_nodes
-from batchwright.accumulate.checks import BATCH_NORM_NOTE, BatchNormWarning, batch_norms
 from batchwright.accumulate.ranks import SyncFlags
+from batchwright.accumulate.weights import warn_of_batch_norm
 from batchwright.device.batches import cut, num_samples
 from batchwright.errors import InvalidInputError
 from batchwright.state.process_state import random_sources
@@ -197,7 +196,7 @@ class CachedLoss:
         if len(pieces) == 1:  # nothing to keep: the plain loss costs one pass less
             leaves, form = flat_rows(self._encode(model, pieces[0]), sizes[0])
             return self._called(tree_unflatten(leaves, form))
-        _warn_of_batch_norm(model)
+        warn_of_batch_norm(model, " Here each micro-batch runs twice, and moves them twice.", stacklevel=3)
         replay = Replay(self._encode, model, pieces, sizes)
         value = self._called(replay.embeddings())
         if not torch.is_grad_enabled():
@@ -252,11 +251,3 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[None, None]:
         ctx.replay.run(upstream[0])
         return None, None
-
-
-def _warn_of_batch_norm(model: nn.Module) -> None:
-    names = batch_norms(model)
-    if names:
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        note = BATCH_NORM_NOTE.format(names=shown) + " Here each micro-batch runs twice, and moves them twice."
-        warnings.warn(note, BatchNormWarning, stacklevel=3)

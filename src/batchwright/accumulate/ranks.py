@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from batchwright.accumulate.loss_terms import REDUCTIONS, Reduction, Totals
+from batchwright.accumulate.micro_batches import REDUCTIONS, Reduction, Totals
 from batchwright.errors import BatchwrightError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from batchwright.accumulate.loader import MicroBatch, ReadAhead
-    from batchwright.accumulate.window import OpenWindow, WeightedMean
+    from batchwright.accumulate.micro_batches import MicroBatch, ReadAhead
+    from batchwright.accumulate.windows import OpenWindow, WeightedMean
 
 
 class Piece(NamedTuple):
@@ -107,7 +107,7 @@ class Parallelism:
     def piece_of(self, gradient: torch.Tensor) -> Piece:
         """Return what this rank holds of a gradient; tensor parallelism cuts gradients in one process's eyes too.
 
-        >>> SingleProcess().piece_of(torch.ones(2))
+        >>> Parallelism().piece_of(torch.ones(2))
         Piece(values=tensor([1., 1.]), num_copies=1.0)
         """
         # Most are plain, and asking for their type is the quicker question.
@@ -130,10 +130,6 @@ class Parallelism:
     def count_synchronisations(self, run: Callable[[], object]) -> int | None:
         """Return how often gradients are synchronised while `run` runs; None if that cannot be counted."""
         return None
-
-
-class SingleProcess(Parallelism):
-    """No other ranks: nothing to synchronise, nobody to ask."""
 
 
 class _Ranks(Parallelism):
@@ -322,7 +318,7 @@ class FSDP2(_Ranks):
             raise InvalidInputError(
                 'on_oom="split" cannot work under FSDP2: a rank that runs more micro-batches than others waits '
                 "forever.",
-                remedy="batchwright fit finds a micro-batch that fits on every rank",
+                remedy="bw.fit(workload) finds a micro-batch that fits on every rank",
             )
         if precise:
             raise InvalidInputError(
@@ -340,7 +336,7 @@ def find_parallelism(model: nn.Module) -> Parallelism:
     if find_replicated(model):
         return DDP(model)
     has_ranks = dist.is_available() and dist.is_initialized()
-    return FSDP2(model) if has_ranks and find_sharded(model) else SingleProcess()
+    return FSDP2(model) if has_ranks and find_sharded(model) else Parallelism()
 
 
 def check_data_parallel(model: nn.Module) -> None:
@@ -517,7 +513,7 @@ def exchange(
         square=0.0 if square is None else square,
         num_ahead=float(len(ahead)),
         num_failed=float(has_failed),
-        num_ready=float(reader is None or reader.can_fill or bool(ahead)),
+        num_ready=float(reader is None or reader.last is not None or bool(ahead)),
         watched=tuple(watched),
     )
     rows = parallelism.gather(mine.pack(names))

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from batchwright.accumulate.ranks import find_parallelism
 from batchwright.auditing.audit_result import BIG_BATCH, TOLERANCES, Audit, Cause, Compared, SplitAudit, split_name
-from batchwright.auditing.audited_workload import AuditedWorkload
+from batchwright.auditing.audited_workload import AuditedWorkload, AuditSubject
 from batchwright.auditing.causes import (
     BATCH_NORM,
     MISSING_NO_SYNC,
@@ -44,14 +44,13 @@ from batchwright.auditing.gradients import Gradient, compare_modules
 from batchwright.auditing.loop_recorder import record_window
 from batchwright.device.step import build_optimizers, needing_larger_micro_batches
 from batchwright.errors import InvalidInputError
-from batchwright.memory.estimate import check_shape
 from batchwright.state.process_state import kept_random_state
 from batchwright.state.untouched import leaves_untouched
+from batchwright.trace.run import check_shape
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from batchwright.auditing.loop_recorder import RecordedWindow
     from batchwright.workload import Workload
@@ -127,78 +126,6 @@ def _noted(audit: Audit, note: str) -> Audit:
     return replace(audit, notes=(*audit.notes, note))
 
 
-class AuditSubject(Protocol):
-    """Samples that can be run as one batch and as an accumulation."""
-
-    dtype: str
-    notes: list[str]
-
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether statistics are taken from each batch."""
-        ...
-
-    def open(self) -> AbstractContextManager[None]:
-        """Compare inside of this."""
-        ...
-
-    def frozen_statistics(self) -> AbstractContextManager[None]:
-        """Have batch normalization use its running statistics."""
-        ...
-
-    def without_draws(self) -> AbstractContextManager[bool]:
-        """Turn off what was replayed so far; hands out whether anything was."""
-        ...
-
-    def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
-        """Return the samples as micro-batches."""
-        ...
-
-    def reference(self, sizes: Sequence[int]) -> Gradient:
-        """Return the gradient of one batch of all samples of a split."""
-        ...
-
-    def of_loss(self, batch: Any) -> Gradient:
-        """Return the gradient of the loss of one batch."""
-        ...
-
-    def accumulated(self, micro_batches: Sequence[Any], *, detailed: bool = False, seed: int = 0) -> RecordedWindow:
-        """Return what the loop would step with."""
-        ...
-
-    def twice(self, micro_batches: Sequence[Any]) -> list[RecordedWindow]:
-        """Return two windows in a row on the same samples; one where only one can be run."""
-        ...
-
-    def num_units(self, sizes: Sequence[int]) -> float:
-        """Return the loss units of a split."""
-        ...
-
-    @property
-    def stepped_names(self) -> set[str]:
-        """The weights that an optimizer steps."""
-        ...
-
-    @property
-    def is_random(self) -> bool:
-        """Whether the loss is random even without dropout."""
-        ...
-
-    @property
-    def is_stateful(self) -> bool:
-        """Whether the loss differs from call to call with the same random numbers."""
-        ...
-
-    @property
-    def is_random_known(self) -> bool:
-        """Whether `is_random` was measured already: if that is dear, it is measured only if gradients differ."""
-        ...
-
-    def compared_with(self, sizes: Sequence[int]) -> Compared:
-        """Return what `reference` is, and whether that is the gradient of the big batch."""
-        ...
-
-
 @leaves_untouched()
 def audit_workload(
     workload: Workload,
@@ -260,7 +187,8 @@ def audit_subject(
         causes = _keep_repeated(causes)
         compared = subject.compared_with(sizes[0])
     # What is wrong in every window comes before what is wrong in the last one.
-    worst = max(range(len(tried)), key=lambda i: _how_bad(tried[i], is_tail=i >= len(sizes)))
+    misses = [(not one.result.exact, i < len(sizes), one.result.relative_error or 0.0) for i, one in enumerate(tried)]
+    worst = misses.index(max(misses))
     first = _first_to_fix(subject, tried, compared, causes[worst], defects)
     splits = [replace(one.result, cause=its.name if its else None) for one, its in zip(tried, causes, strict=True)]
     named_causes = {cause.name: cause for cause in (*causes, *defects) if cause is not None}
@@ -352,10 +280,6 @@ def _nothing_accumulated(tried: Sequence[_Tried]) -> list[str]:
     if any(len(one.sizes) > 1 for one in tried):
         return []
     return ["nothing was accumulated: every split is one micro-batch, and proves nothing"]
-
-
-def _how_bad(tried: _Tried, *, is_tail: bool) -> tuple[bool, bool, float]:
-    return not tried.result.exact, not is_tail, tried.result.relative_error or 0.0
 
 
 @dataclass(frozen=True)

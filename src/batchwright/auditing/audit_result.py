@@ -7,11 +7,11 @@ Promises:
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchwright.printed_result import PrintedResult
+from batchwright.units import finite
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 TOLERANCES = {"fp32": 1e-5, "fp64": 1e-10}
 BIG_BATCH = "the big batch"
 MEAN_OF_PARTS = "its micro-batches, averaged by units with random numbers replayed"
-
-
-def finite(value: float | None) -> float | None:
-    """Return a figure as JSON can hold it: None for what is infinite or undefined."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -125,6 +120,8 @@ class Audit(PrintedResult):
     reference_error: float | None = None
     """Of what was compared with, beside the big batch, dropout off; None if they are the same thing, or unknown."""
     is_reference_right: bool = True
+    is_comparable: bool = True
+    """False if the program did not train on the same samples twice, so that no gradients were compared."""
     source: str = "measured"
 
     @property
@@ -163,6 +160,7 @@ class Audit(PrintedResult):
             "dtype": self.dtype,
             "exact": self.exact,
             "gradient_exact": self.has_exact_gradient,
+            "comparable": self.is_comparable,
             "compared_with": self.compared_with,
             "reference_error": finite(self.reference_error),
             "random": self.is_random,
@@ -198,9 +196,3 @@ class Audit(PrintedResult):
         from batchwright.report.text.audit_text import draw_audit
 
         return draw_audit(self)
-
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import table_to_html
-        from batchwright.report.text.audit_text import audit_columns, audit_remarks, summarize_audit
-
-        return table_to_html(summarize_audit(self), audit_columns(self), audit_remarks(self))

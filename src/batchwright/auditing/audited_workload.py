@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from abc import ABC, abstractmethod
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from batchwright.accumulate.checks import as_list, batch_norms, weights_held_by
-from batchwright.accumulate.loader import counted_micro_batch
+from batchwright.accumulate.micro_batches import counted_micro_batch
+from batchwright.accumulate.weights import batch_norms, weights_held_by
 from batchwright.auditing.audit_result import MEAN_OF_PARTS, TOLERANCES, Compared
 from batchwright.auditing.gradients import Gradient, combine, named_weights
 from batchwright.auditing.loop_recorder import plain_window, record_windows
@@ -33,10 +34,13 @@ from batchwright.device.step import (
 from batchwright.errors import InvalidInputError
 from batchwright.state.process_state import kept_random_state
 from batchwright.state.untouched import Keep
-from batchwright.units import counted
+from batchwright.units import as_list, counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import nn
 
     from batchwright.auditing.loop_recorder import RecordedWindow
     from batchwright.workload import Workload
@@ -52,31 +56,99 @@ _DRAWS = 16
 class SeededMicroBatches(list[Any]):
     """Micro-batches of which each sets the random numbers when it is taken."""
 
-    def __init__(self, micro_batches: Sequence[Any], first: int = 0) -> None:
-        super().__init__(micro_batches)
-        self._first = first
-
     def __iter__(self) -> Iterator[Any]:
         for index in range(len(self)):
             yield self[index]
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int):
-            torch.manual_seed(self._first + index)
+            torch.manual_seed(index)
         return super().__getitem__(index)
 
 
-class AuditedWorkload:
+class AuditSubject(ABC):
+    """Samples that can be run as one batch and as an accumulation."""
+
+    dtype: str
+    notes: list[str]
+    model: nn.Module
+    is_stateful: bool = False
+    """Whether the loss differs from call to call with the same random numbers."""
+
+    @property
+    @abstractmethod
+    def is_random(self) -> bool:
+        """Whether the loss is random even without dropout."""
+
+    @property
+    def is_random_known(self) -> bool:
+        """Whether `is_random` was measured already: if that is dear, it is measured only if gradients differ."""
+        return True
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether statistics are taken from each batch."""
+        return bool(batch_norms(self.model.train()))
+
+    @abstractmethod
+    def open(self) -> AbstractContextManager[None]:
+        """Compare inside of this."""
+
+    def frozen_statistics(self) -> AbstractContextManager[None]:
+        """Have batch normalization use its running statistics."""
+        return frozen_statistics(self.model)
+
+    def without_draws(self) -> AbstractContextManager[bool]:
+        """Turn off what was replayed so far; hands out whether anything was."""
+        return nullcontext(False)
+
+    @abstractmethod
+    def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
+        """Return the samples as micro-batches."""
+
+    @abstractmethod
+    def reference(self, sizes: Sequence[int]) -> Gradient:
+        """Return the gradient of one batch of all samples of a split."""
+
+    def compared_with(self, sizes: Sequence[int]) -> Compared:
+        """Return what `reference` is, and whether that is the gradient of the big batch."""
+        return Compared()
+
+    @abstractmethod
+    def of_loss(self, batch: Any) -> Gradient:
+        """Return the gradient of the loss of one batch."""
+
+    @abstractmethod
+    def accumulated(self, micro_batches: Sequence[Any], *, detailed: bool = False, seed: int = 0) -> RecordedWindow:
+        """Return what the loop would step with."""
+
+    @abstractmethod
+    def twice(self, micro_batches: Sequence[Any]) -> list[RecordedWindow]:
+        """Return two windows in a row on the same samples; one where only one can be run."""
+
+    @abstractmethod
+    def num_units(self, sizes: Sequence[int]) -> float:
+        """Return the loss units of a split."""
+
+    @property
+    @abstractmethod
+    def stepped_names(self) -> set[str]:
+        """The weights that an optimizer steps."""
+
+
+class AuditedWorkload(AuditSubject):
     """A workload made ready to be compared with itself."""
+
+    is_random = False
 
     def __init__(
         self, workload: Workload, num_samples: int, *, dtype: str, dropout: str, shape: dict[str, Any]
     ) -> None:
         self.dtype = dtype
         self.notes: list[str] = []
-        self._workload = workload
+        assert workload.loss is not None
+        self._workload, self._loss = workload, workload.loss
         self._replays = dropout == "replayed"
-        self.is_random = self.is_stateful = False
         with kept_random_state():
             torch.manual_seed(0)  # so that a second audit answers the same
             # A live one in place, for an optimizer and functions that hold it; `untouched` gives it back.
@@ -95,11 +167,6 @@ class AuditedWorkload:
                 "judged here; Accumulator(precise=True) adds them up in fp32"
             )
         self._num_samples = num_samples
-
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether statistics are taken from each batch."""
-        return bool(batch_norms(self.model))
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -133,11 +200,10 @@ class AuditedWorkload:
 
     def of_loss(self, batch: Any, seed: int = 0, *, must_train: bool = False) -> Gradient:
         """Return the gradient of the workload's loss on one batch."""
-        assert self._workload.loss is not None
         torch.manual_seed(seed)
         self.model.zero_grad(set_to_none=True)
         with self._kept_model():
-            loss = _usable(self._workload.loss(self.model, batch))
+            loss = _usable(self._loss(self.model, batch))
             loss.backward()
             if must_train:
                 check_that_something_trains(as_list(self._optimizers))
@@ -156,8 +222,7 @@ class AuditedWorkload:
     def _windows(
         self, micro_batches: Sequence[Any], *, times: int, detailed: bool = False, seed: int = 0
     ) -> list[RecordedWindow]:
-        assert self._workload.loss is not None
-        window = self._workload.window or plain_window(self._workload.loss)
+        window = self._workload.window or plain_window(self._loss)
 
         def handed() -> list[Any]:
             torch.manual_seed(seed)
@@ -170,11 +235,6 @@ class AuditedWorkload:
         if recorded[0].has_clipped and (note := "the loop clips; it was judged before its clipping") not in self.notes:
             self.notes.append(note)
         return recorded
-
-    @property
-    def is_random_known(self) -> bool:
-        """Whether randomness was looked for: always, two forwards tell."""
-        return True
 
     def num_units(self, sizes: Sequence[int]) -> float:
         """Return the loss units of a split."""
@@ -202,14 +262,13 @@ class AuditedWorkload:
 
     def _compared_by_loss(self, sizes: Sequence[int]) -> Compared:
         """Compare losses over several draws: all that can be told of a loss that is not the same twice is its mean."""
-        assert self._workload.loss is not None
         parts, whole = self.micro_batches(sizes), self.micro_batches([sum(sizes)])[0]
         shares, gaps, means = self._shares(parts), [], []
         for draw in range(_DRAWS):
             torch.manual_seed(draw)
             with self._kept_model(), torch.no_grad():
-                big = float(scalar_loss(self._workload.loss(self.model, whole)))
-                losses = [float(scalar_loss(self._workload.loss(self.model, part))) for part in parts]
+                big = float(scalar_loss(self._loss(self.model, whole)))
+                losses = [float(scalar_loss(self._loss(self.model, part))) for part in parts]
                 mean = sum(share * loss for share, loss in zip(shares, losses, strict=True))
             gaps.append(big - mean)
             means.append(mean)
@@ -227,12 +286,6 @@ class AuditedWorkload:
     def _shares(self, micro_batches: Sequence[Any]) -> list[float]:
         units = [self._units(micro_batch) for micro_batch in micro_batches]
         return [unit / sum(units) for unit in units]
-
-    @contextmanager
-    def frozen_statistics(self) -> Iterator[None]:
-        """Have batch normalization use its running statistics."""
-        with frozen_statistics(self.model):
-            yield
 
     @contextmanager
     def without_draws(self) -> Iterator[bool]:
@@ -263,9 +316,8 @@ class AuditedWorkload:
             self.notes.append(f"the loss is random even without dropout ({first:.6g}, then {other:.6g})")
 
     def _loss_value(self, seed: int) -> float:
-        assert self._workload.loss is not None
         torch.manual_seed(seed)
-        return float(_usable(self._workload.loss(self.model, self._batch)).detach())
+        return float(_usable(self._loss(self.model, self._batch)).detach())
 
     @contextmanager
     def _kept_model(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.accumulate.checks import weights_held_by
+from batchwright.accumulate.weights import weights_held_by
 from batchwright.auditing.gradients import Gradient, named_weights, to_fp64, zeros_of
 from batchwright.auditing.overrides import listen_to_steps, without_clipping
 from batchwright.device.step import checked_loss
@@ -55,14 +55,12 @@ class Trace:
 class Habits:
     """What a loop did in one window, as far as order goes."""
 
-    num_backwards: int = 0
     num_clips: int = 0
     clips_before_backward: int = 0
     """Weights times calls: clipped, and then added to by another backward before the step."""
     clips_after_step: int = 0
     clips_before_unscale: int = 0
     schedules_before_backward: int = 0
-    backwards_after_step: int = 0
     left_over: frozenset[str] = frozenset()
     """Weights that held a gradient already when the window first added to them."""
 
@@ -128,11 +126,8 @@ class LoopWatch:
         self._clipped -= names
         self._is_scheduled = False
         if self.trace is not None and self.trace.last is None:
-            self.trace.last = Gradient({name: self._held_value(name) for name in self._weights})
-
-    def _held_value(self, name: str) -> torch.Tensor:
-        held = self._held.get(name)
-        return zeros_of(self._weights[name]) if held is None else held
+            held, weights = self._held, self._weights
+            self.trace.last = Gradient({n: held[n] if n in held else zeros_of(weight) for n, weight in weights.items()})
 
     def _names_of(self, optimizer: Any) -> set[str]:
         return {self._names[i] for i in _ids(optimizer) if i in self._names}
@@ -168,9 +163,6 @@ class LoopWatch:
 
     def _begin_backward(self) -> None:
         self._in_backward = True
-        self.habits.num_backwards += 1
-        if self._stepped:
-            self.habits.backwards_after_step += 1
         if self._is_scheduled:
             self.habits.schedules_before_backward += 1
             self._is_scheduled = False

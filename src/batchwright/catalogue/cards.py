@@ -17,10 +17,13 @@ from functools import cache
 from importlib.resources import files
 from itertools import combinations
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _MIB = 1 << 20
 # Words that vendors and drivers put around a name, and people leave out.
@@ -70,8 +73,6 @@ class Context:
     typical_bytes: int
     low_bytes: int
     high_bytes: int
-    reason: str
-    sources: tuple[str, ...]
 
 
 def all_cards() -> tuple[Card, ...]:
@@ -104,40 +105,28 @@ def find_card(name: str) -> Card:
     if len(sizes) == 1:
         return _cards()[sizes[0]]
     if sizes:
-        raise InvalidInputError(f"the card {shortened(name)} comes in {len(sizes)} sizes.", remedy=_listed(sizes))
-    near: list[str] = []
-    for match in difflib.get_close_matches(key, _names(), n=9, cutoff=0.5):
-        near.extend(card for card in _names()[match] if card not in near)
-    near = near[:4] or ["a100-80gb", "h100-80gb", "rtx-4090-24gb"]
-    raise InvalidInputError(f"no card is named {shortened(name)} in the catalogue.", remedy=_listed(near))
+        raise InvalidInputError(f"the card {shortened(name)} comes in {len(sizes)} sizes.", remedy=alternatives(sizes))
+    matches = difflib.get_close_matches(key, _names(), n=9, cutoff=0.5)
+    near = list(dict.fromkeys(card for match in matches for card in _names()[match]))[:4]
+    remedy = alternatives(near or ["a100-80gb", "h100-80gb", "rtx-4090-24gb"])
+    raise InvalidInputError(f"no card is named {shortened(name)} in the catalogue.", remedy=remedy)
 
 
-def context_of(card: Card, *, cuda: str = "12.8") -> Context:
+def context_of(card: Card) -> Context:
     """Return what CUDA itself takes of a card once a step has run, with the span of the reports.
 
     >>> context = context_of(find_card("rtx-4090-24gb"))
     >>> context.low_bytes >> 20, context.typical_bytes >> 20, context.high_bytes >> 20
     (366, 474, 558)
 
-    With kernels loaded as they are used (CUDA 11.7 and later) it grows with the threads that a card can hold at
-    once. Before, every kernel was loaded, and the reports of the card's generation are all there is.
+    Kernels are loaded as they are used (CUDA 11.7 and later), so it grows with the threads that a card can hold at
+    once. Of ROCm cards all reports are of an MI300X, the whole device counted.
     """
-    facts = _facts()["context"]
-    used = [report for report in facts["reports"] if report.get("used", True)]
-    if card.vendor == "amd":
-        reports = [report for report in used if report["loading"] == "rocm"]
-        reason = f"{len(reports)} reports of an MI300X, the whole device counted; of other ROCm cards none was found"
-        return _span([report["mib"] for report in reports], reports, reason)
-    version, first = _version(cuda), facts["first_cuda"][card.generation]
-    if version < _version(first):
-        raise InvalidInputError(f"CUDA {cuda} does not know {card.name} ({card.generation}).", remedy=f"CUDA {first}")
-    if version >= _version(facts["lazy_since_cuda"]):
+    used = [report for report in _facts()["context"]["reports"] if report.get("used", True)]
+    if card.vendor != "amd":
         return _lazy_context(card, [report for report in used if report["loading"] == "lazy"])
-    eager = [report for report in used if report["loading"] == "eager"]
-    own = [report for report in eager if report["generation"] == card.generation]
-    reason = f"{len(own)} of the reports with every kernel loaded (CUDA before 11.7) are of {card.generation}"
-    # A single report has no span of its own; that of the others stands in.
-    return _span([r["mib"] for r in own], own if len(own) > 1 else eager, reason)
+    mib = [report["mib"] for report in used if report["loading"] == "rocm"]
+    return Context(round(median(mib) * _MIB), min(mib) * _MIB, max(mib) * _MIB)
 
 
 def cublas_workspace_bytes(card: Card) -> int:
@@ -164,28 +153,7 @@ def _lazy_context(card: Card, reports: list[dict[str, Any]]) -> Context:
     ratios = [mib / (base + slope * threads) for threads, mib in points]
     assert not isinstance(card.compute_capability, str)
     typical = base + slope * _resident_threads(card.num_sms, card.compute_capability) / 1024
-    return Context(
-        typical_bytes=round(typical * _MIB),
-        low_bytes=round(typical * min(ratios) * _MIB),
-        high_bytes=round(typical * max(ratios) * _MIB),
-        reason=f"{base:.0f} MiB and {slope:.2f} MiB per 1,024 resident threads, from {len(reports)} reports",
-        sources=_sources(reports),
-    )
-
-
-def _span(typical_of: list[int], reports: list[dict[str, Any]], reason: str) -> Context:
-    mib = [report["mib"] for report in reports]
-    return Context(
-        typical_bytes=round(median(typical_of) * _MIB),
-        low_bytes=min(mib) * _MIB,
-        high_bytes=max(mib) * _MIB,
-        reason=reason,
-        sources=_sources(reports),
-    )
-
-
-def _sources(reports: list[dict[str, Any]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(report["source"] for report in reports))
+    return Context(*(round(typical * ratio * _MIB) for ratio in (1, min(ratios), max(ratios))))
 
 
 def _resident_threads(num_sms: int, capability: tuple[int, int] | list[int]) -> int:
@@ -193,15 +161,12 @@ def _resident_threads(num_sms: int, capability: tuple[int, int] | list[int]) -> 
     return num_sms * threads[f"{capability[0]}.{capability[1]}"]
 
 
-def _version(text: str) -> tuple[int, int]:
-    match = re.match(r"(\d+)(?:\.(\d+))?", text)
-    if match is None:
-        raise InvalidInputError(f"{shortened(text)} is not a version of CUDA.", remedy="two numbers, as in 12.8")
-    # "12" and "12.x" mean any of them; what matters changes with new ones, so the newest is taken.
-    return int(match[1]), int(match[2] or 99)
+def alternatives(names: Sequence[str]) -> str:
+    """List names to choose from.
 
-
-def _listed(names: list[str] | tuple[str, ...]) -> str:
+    >>> alternatives(["a100-40gb", "a100-80gb", "h100-80gb"])
+    'a100-40gb, a100-80gb or h100-80gb'
+    """
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
@@ -221,11 +186,11 @@ def _facts() -> dict[str, Any]:
 
 @cache
 def _cards() -> dict[str, Card]:
-    cards = {}
-    for row in _facts()["cards"]:
-        lists = {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
-        cards[row["name"]] = Card(**{**row, **lists})
-    return cards
+    rows: list[dict[str, Any]] = [
+        {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        for row in _facts()["cards"]
+    ]
+    return {row["name"]: Card(**row) for row in rows}
 
 
 @cache

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+from batchwright.catalogue.cards import alternatives
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
 
@@ -124,11 +125,6 @@ def count_parameters(shape: ModelShape) -> ParameterCount:
     )
 
 
-def list_models() -> tuple[ModelShape, ...]:
-    """Return every model of the catalogue, in the order of the file."""
-    return tuple(_load().values())
-
-
 def find_model(name: str) -> ModelShape:
     """Return the shape of this name.
 
@@ -145,14 +141,10 @@ def find_model(name: str) -> ModelShape:
     # A checkpoint's full name is often typed with an organisation that the catalogue does not know.
     row = names.get(key) or names.get(key.rsplit("/", 1)[-1])
     if row is not None:
-        return _load()[row]
-    near: list[str] = []
-    for match in difflib.get_close_matches(key, names, n=9, cutoff=0.5):
-        if names[match] not in near:
-            near.append(names[match])
-    near = near[:3]
-    known = " or ".join([", ".join(near[:-1]), near[-1]] if len(near) > 1 else near) or "llama-3-8b, gpt2 or qwen2.5-7b"
-    raise InvalidInputError(f"no model is named {shortened(name)} in the catalogue.", remedy=known)
+        return load_models()[row]
+    near = list(dict.fromkeys(names[match] for match in difflib.get_close_matches(key, names, n=9, cutoff=0.5)))[:3]
+    remedy = alternatives(near or ["llama-3-8b", "gpt2", "qwen2.5-7b"])
+    raise InvalidInputError(f"no model is named {shortened(name)} in the catalogue.", remedy=remedy)
 
 
 def _key(name: str) -> str:
@@ -160,17 +152,14 @@ def _key(name: str) -> str:
 
 
 @cache
-def _load() -> dict[str, ModelShape]:
+def load_models() -> dict[str, ModelShape]:
+    """Return every model of the catalogue by its name, in the order of the file."""
     text = files("batchwright.catalogue").joinpath("models.json").read_text(encoding="utf-8")
-    known = {field.name for field in fields(ModelShape)}
-    shapes = {}
-    for row in json.loads(text)["models"]:
-        assert set(row) <= known, f"unknown keys in models.json: {set(row) - known}"
-        shapes[row["name"]] = ModelShape(**{**row, "aliases": tuple(row.get("aliases", ()))})
-    return shapes
+    rows = json.loads(text)["models"]
+    return {row["name"]: ModelShape(**{**row, "aliases": tuple(row.get("aliases", ()))}) for row in rows}
 
 
 @cache
 def _names() -> dict[str, str]:
     """Every way to write a name, to the name of its row."""
-    return {_key(alias): shape.name for shape in _load().values() for alias in (*shape.aliases, shape.name)}
+    return {_key(alias): shape.name for shape in load_models().values() for alias in (*shape.aliases, shape.name)}

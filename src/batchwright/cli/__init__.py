@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from batchwright import __version__
 from batchwright.cli.streams import open_streams
-from batchwright.ranks.place import is_first_rank
+from batchwright.ranks.meeting import is_first_rank
 
 if TYPE_CHECKING:
     from batchwright.errors import BatchwrightError
@@ -84,9 +85,11 @@ class LazyGroup(click.Group):
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            if not _is_from_users_code(error) or _is_of_lost_reader(error):
-                raise
             from batchwright.errors import BatchwrightError
+            from batchwright.targets import is_from_users_code
+
+            if not is_from_users_code(error) or _is_of_lost_reader(error):
+                raise
 
             is_known = isinstance(error, ModuleNotFoundError) and error.name in _NEEDED_PACKAGES
             if is_known or isinstance(error, BatchwrightError):
@@ -101,23 +104,8 @@ class _UsersError(Exception):
         self.error = error
 
 
-def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        from batchwright import __version__
-
-        click.echo(f"batchwright {__version__}")
-        ctx.exit()
-
-
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_version,
-    help="Show the version and exit.",
-)
+@click.version_option(__version__, message="batchwright %(version)s")
 def group() -> None:
     """Choose the batch size: what it costs, what fits, how to split it, and what to type."""
 
@@ -258,7 +246,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
     """Whether the user's code found no room: a clean "no", if torch was there to say so."""
     if isinstance(error, MemoryError) or "torch" not in sys.modules:
         return isinstance(error, MemoryError)
-    from batchwright.ranks.meeting import is_out_of_memory
+    from batchwright.device.outcome import is_out_of_memory
 
     return is_out_of_memory(error)
 
@@ -293,14 +281,17 @@ def _show_notes(error: BaseException, command: str) -> None:
         click.echo(_translate(note, command), err=True)
 
 
+# What a remedy of the library calls, and the command that answers the same.
+_COMMANDS_OF_CALLS = {
+    "bw.estimate(workload, what_if=True)": "batchwright estimate TARGET --what-if",
+    "bw.fit(workload)": "batchwright fit TARGET",
+}
+
+
 def _translate(text: str, name: str) -> str:
     from batchwright.cli.options import to_flags
 
+    for call, command_line in _COMMANDS_OF_CALLS.items():
+        text = text.replace(call, command_line)
     command = group.get_command(click.Context(group), name)
     return text if command is None else to_flags(text, command)
-
-
-def _is_from_users_code(error: BaseException) -> bool:
-    from batchwright.targets import is_from_users_code
-
-    return is_from_users_code(error)

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import click
 
-from batchwright.cli.options import Command, parse_shape, shared, target_argument
+from batchwright.cli.options import (
+    Command,
+    describe_script,
+    parse_shape,
+    refuse_for_target,
+    shared,
+    target_or_script,
+    typed_options,
+)
 from batchwright.cli.streams import print_result, report_progress
+
+if TYPE_CHECKING:
+    from batchwright.auditing.audit_result import Audit
+    from batchwright.scripts.script import Script
 
 _MOVED = {
     "--splits": 'in Python: bw.audit(workload, splits="4x2,3+3+2")',
@@ -15,25 +29,47 @@ _MOVED = {
 
 
 @click.command("audit", cls=Command, moved=_MOVED)
-@target_argument
+@target_or_script
 @shared("--micro-batch", default=2)
 @shared("--accumulation", default=4)
 @shared("--shape")
+@shared("--batch-flag")
+@shared("--accumulation-flag")
+@shared("--cwd")
+@shared("--show-output")
 @shared("--json")
-def command(target: str, micro_batch: int, accumulation: int, shapes: tuple[str, ...], as_json: bool) -> int:
+@click.pass_context
+def command(ctx: click.Context, /, target: str | Script, as_json: bool, **options: Any) -> int:
     """Compare the accumulated gradient with that of the big batch.
 
     TARGET is a workload: path.py:function or module:function. Its `window`, your own accumulation loop, is judged; if
-    it has none, its loss under plain accumulation. Exits with status 1 if the gradients differ.
+    it has none, its loss under plain accumulation. Behind -- stands your own command instead: it is run at one batch
+    and at the split, and the gradients before the first step are compared. Exits with status 1 if they differ.
 
     \b
     batchwright audit train.py:workload --micro-batch 2 --accumulation 4
+    batchwright audit -- python train.py --batch-size {micro_batch} --grad-accum {accumulation}
 
     In Python, bw.audit also takes splits (such as "4x2,1x8,3+3+2"), dtype and dropout.
     """
+    options["shape"] = parse_shape(options.pop("shapes"))
+    answer = _audit(target, options, typed_options(ctx)) if isinstance(target, str) else _audit_script(target, options)
+    print_result(answer, as_json=as_json)
+    return 0 if answer.exact else 1
+
+
+def _audit_script(script: Script, options: dict[str, Any]) -> Audit:
+    from batchwright.scripts.audit_script import audit_script
+
+    script = describe_script(script, options)
+    with report_progress(script.name) as say:
+        return audit_script(script, **options, progress=say)
+
+
+def _audit(target: str, options: dict[str, Any], typed: set[str]) -> Audit:
+    refuse_for_target(typed, options)
     from batchwright.targets import find_target
 
-    shape = parse_shape(shapes)
     find_target(target)
 
     from batchwright.auditing.audit import audit_workload
@@ -42,6 +78,4 @@ def command(target: str, micro_batch: int, accumulation: int, shapes: tuple[str,
     with report_progress(target) as say:
         workload = load_workload(target)
         say("comparing gradients")
-        answer = audit_workload(workload, micro_batch=micro_batch, accumulation=accumulation, shape=shape)
-    print_result(answer, as_json=as_json)
-    return 0 if answer.exact else 1
+        return audit_workload(workload, **options)

@@ -10,8 +10,10 @@ from batchwright.cli.options import (
     ONE_OF,
     OR_CARD,
     Command,
+    describe_script,
     parse_shape,
     refuse_for_script,
+    refuse_for_target,
     shared,
     target_or_script,
     typed_options,
@@ -43,6 +45,8 @@ _MOVED = {
 @shared("--accumulation", default=1)
 @click.option("--max", "find_max", is_flag=True, help="Find the largest micro-batch within --memory, or on the card.")
 @click.option("--what-if", is_flag=True, help="Also print what each change of the set-up would save.")
+@shared("--cwd")
+@shared("--show-output")
 @shared("--json")
 @click.pass_context
 def command(ctx: click.Context, /, target: str | Script, as_json: bool, **options: Any) -> int:
@@ -66,16 +70,19 @@ def command(ctx: click.Context, /, target: str | Script, as_json: bool, **option
         print_result(answer, as_json=as_json)
         return int(not answer.fits)
     is_workload = ":" in target or target.endswith(".py")
+    refuse_for_target(typed, options)
     answer = _trace(target, options, typed) if is_workload else _use_formula(target, options["micro_batch"], typed)
     print_result(answer, as_json=as_json)
     return int(answer.fits is False)
 
 
 def _run_script(script: Script, options: dict[str, Any], typed: set[str]) -> Any:
-    refuse_for_script(typed, ("--on", "--memory", "--micro-batch", "--accumulation", "--shape"))
+    refuse_for_script(typed, ("--on", "--memory", "--micro-batch", "--accumulation", "--shape", "--devices", "--max"))
     if options["on"] == "all":
         raise InvalidInputError("--on all cannot be used with a command of your own.", remedy="--on a100-40gb")
     from batchwright.scripts.estimate_script import estimate_script
+
+    script = describe_script(script, options)
 
     def value_of(name: str) -> Any:
         return options[name] if f"--{name.replace('_', '-')}" in typed else None
@@ -87,7 +94,9 @@ def _run_script(script: Script, options: dict[str, Any], typed: set[str]) -> Any
             micro_batch=value_of("micro_batch"),
             accumulation=value_of("accumulation"),
             shape=parse_shape(options["shapes"]),
-            limit_bytes=options["memory"],
+            memory=options["memory"],
+            find_max=options["find_max"],
+            devices=options["devices"],
             progress=say,
         )
 

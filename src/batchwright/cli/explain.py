@@ -8,7 +8,7 @@ import click
 
 from batchwright.cli.options import shared
 from batchwright.cli.streams import can_show, print_json
-from batchwright.concepts.pages import LANGUAGES, TOPICS, read_page
+from batchwright.concepts import LANGUAGES, TOPICS, read_page
 from batchwright.errors import InvalidInputError
 
 

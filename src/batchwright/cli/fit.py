@@ -20,9 +20,10 @@ from batchwright.cli.options import (
     OR_CARD,
     Command,
     Count,
-    parse_shape,
+    describe_script,
     parse_shapes,
     refuse_for_script,
+    refuse_for_target,
     shared,
     target_or_script,
     typed_options,
@@ -30,7 +31,7 @@ from batchwright.cli.options import (
 from batchwright.cli.streams import print_result, report_progress
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.fitting.request import FitRequest
-from batchwright.ranks.place import is_first_rank
+from batchwright.ranks.meeting import is_first_rank
 from batchwright.targets import find_target
 from batchwright.units import shortened
 
@@ -100,6 +101,12 @@ _MOVED = {
 }
 
 
+_FOR_SCRIPTS = (
+    *("--on", "--memory", "--devices", "--limit", "--shape", "--shape-from", "--start-at", "--scale"),
+    *("--powers-of-two", "--max-trials", "--accumulate-to", "--then"),
+)
+
+
 @click.command("fit", cls=Command, moved=_MOVED)
 @target_or_script
 @shared("--on", help=f"{OR_CARD}  [default: the accelerator, else cpu]")
@@ -116,6 +123,9 @@ _MOVED = {
 @click.option("--accumulate-to", type=Count(), metavar="EFFECTIVE", help="Also plan this effective batch.")
 @click.option("--then", metavar="CMD", help="Run a job at the answer, for each shape: {micro_batch} is filled in.")
 @click.option("--no-cache", is_flag=True, help="Neither start from a remembered answer nor remember this one.")
+@shared("--batch-flag")
+@shared("--cwd")
+@shared("--show-output")
 @shared("--json")
 @click.pass_context
 def command(ctx: click.Context, /, target: str | Script, as_json: bool, **options: Any) -> int:
@@ -132,9 +142,11 @@ def command(ctx: click.Context, /, target: str | Script, as_json: bool, **option
 
     In Python, bw.fit also takes margin, accumulation, clip_norm, allocator and isolate.
     """
-    if not isinstance(target, str):
-        print_result(_fit_script(target, options, typed_options(ctx)), as_json=as_json)
-        return 0
+    if isinstance(target, str):
+        refuse_for_target(typed_options(ctx), options)
+    else:
+        refuse_for_script(typed_options(ctx), _FOR_SCRIPTS)
+        target = describe_script(target, options)
     shapes = start_from(parse_shapes(options["shapes"]), options["shape_from"])
     if options["then"] is not None:
         check_job(options["then"], ["micro_batch", *shapes])
@@ -142,7 +154,8 @@ def command(ctx: click.Context, /, target: str | Script, as_json: bool, **option
     if options["devices"] is not None and options["accumulate_to"] is None and not is_card:
         raise InvalidInputError("--devices changes nothing without --accumulate-to.", remedy="--accumulate-to 256")
     check_question(shapes, options)
-    find_target(target)
+    if isinstance(target, str):
+        find_target(target)
     # Under torchrun every rank comes to the same answer; one of them prints it.
     prints = is_first_rank()
     answer = _run_fit(target, shapes, options, prints=prints)
@@ -155,31 +168,14 @@ def command(ctx: click.Context, /, target: str | Script, as_json: bool, **option
     return int(any(row.micro_batch is None for row in rows))
 
 
-def _fit_script(script: Script, options: dict[str, Any], typed: set[str]) -> Fit:
-    refuse_for_script(typed, ("--on", "--memory", "--limit", "--shape", "--max-trials"))
-    from batchwright.scripts.fit_script import fit_script
-
-    more = {} if options["max_trials"] is None else {"max_trials": options["max_trials"]}
-    with report_progress(script.name) as say:
-        return fit_script(
-            script,
-            on=options["on"],
-            memory=options["memory"],
-            limit=options["limit"],
-            shape=parse_shape(options["shapes"]),
-            progress=say,
-            **more,
-        )
-
-
-def _run_fit(target: str, shapes: dict[str, list[int]], options: dict[str, Any], *, prints: bool) -> Fit:
+def _run_fit(target: str | Script, shapes: dict[str, list[int]], options: dict[str, Any], *, prints: bool) -> Fit:
     from batchwright.fitting.fit import fit
     from batchwright.fitting.fit_result import name_shape
 
     is_card = options["on"] is not None and names_a_card(options["on"])
     accumulates = options["accumulate_to"] is not None
     names = ("on", "memory", "limit", "start", "scale", "powers_of_two", "max_trials", "evaluate")
-    with report_progress(target, prints=prints) as say:
+    with report_progress(target if isinstance(target, str) else target.name, prints=prints) as say:
         answer = fit(
             target,
             shapes=shapes,

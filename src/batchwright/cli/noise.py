@@ -6,12 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchwright.cli.options import Command, parse_shape, shared, target_argument
+from batchwright.cli.options import (
+    Command,
+    describe_script,
+    parse_shape,
+    refuse_for_script,
+    refuse_for_target,
+    shared,
+    target_or_script,
+    typed_options,
+)
 from batchwright.cli.streams import print_result, report_progress
-from batchwright.ranks.place import is_first_rank
+from batchwright.ranks.meeting import is_first_rank
 
 if TYPE_CHECKING:
     from batchwright.noise.noise_result import NoiseRun
+    from batchwright.scripts.script import Script
 
 _LOOP = "in your own loop: bw.NoiseScale(accumulator, {}=...)"
 _MOVED = {
@@ -24,28 +34,38 @@ _MOVED = {
 
 
 @click.command("noise", cls=Command, moved=_MOVED)
-@target_argument
+@target_or_script
 @shared("--on", help=" [default: the accelerator, else cpu]")
 @shared("--effective-batch", default=64)
 @shared("--micro-batch", help=" [default: a quarter of a step's]")
 @shared("--steps")
 @shared("--shape")
+@shared("--cwd")
+@shared("--show-output")
 @shared("--json")
-def command(target: str, as_json: bool, **options: Any) -> int:
+@click.pass_context
+def command(ctx: click.Context, /, target: str | Script, as_json: bool, **options: Any) -> int:
     """Train for some steps and measure the critical batch size, with its interval.
 
     TARGET is a workload: path.py:function or module:function. It is trained for real, on its own data; nothing is
-    kept of it. Exits with status 1 if the critical batch has no upper bound yet (under torchrun with 0).
+    kept of it. Behind -- stands your own command instead, which trains unmodified, at its own batch. Exits with status
+    1 if the critical batch has no upper bound yet (under torchrun with 0).
 
     \b
     batchwright noise train.py:workload --effective-batch 64 --steps 200
     torchrun --nproc-per-node 2 -m batchwright noise train.py:workload
+    batchwright noise --steps 100 -- python train.py --batch-size 16
 
     In your own loop, bw.NoiseScale measures the same, and also takes every and unit.
     """
     from batchwright.targets import find_target
 
     options["shape"] = parse_shape(options.pop("shapes"))
+    if not isinstance(target, str):
+        answer = _measure_script(target, options, typed_options(ctx))
+        print_result(answer, as_json=as_json)
+        return 0 if answer.critical_batch.resolved else 1
+    refuse_for_target(typed_options(ctx), options)
     find_target(target)
     # Under torchrun every rank comes to the same answer; one of them prints it.
     prints = is_first_rank()
@@ -55,6 +75,16 @@ def command(target: str, as_json: bool, **options: Any) -> int:
     print_result(answer, as_json=as_json)
     # torchrun would report any other code of a rank as a crash.
     return 0 if answer.critical_batch.resolved or answer.ranks > 1 else 1
+
+
+def _measure_script(script: Script, options: dict[str, Any], typed: set[str]) -> NoiseRun:
+    refuse_for_script(typed, ("--on", "--micro-batch", "--steps", "--shape"))
+    from batchwright.scripts.noise_script import measure_noise_of_script
+
+    script = describe_script(script, options)
+    del options["effective_batch"]
+    with report_progress(script.name) as say:
+        return measure_noise_of_script(script, **options, progress=say)
 
 
 def _measure(target: str, options: dict[str, Any], *, prints: bool) -> NoiseRun:

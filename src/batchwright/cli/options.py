@@ -9,6 +9,7 @@ Promises:
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import sys
@@ -109,15 +110,14 @@ def _join_arguments(ctx: click.Context, _: click.Parameter, name: str) -> str:
     return text
 
 
-target_argument = click.argument("target", metavar="TARGET [-- ARGUMENTS]", callback=_join_arguments)
-
-
 def _join_or_read_script(ctx: click.Context, param: click.Parameter, name: str | None) -> str | Script:
     """Join a target with its arguments; without a target, what stands behind `--` is the user's own command."""
     if name is not None:
         return _join_arguments(ctx, param, name)
     if not ctx.obj:
-        raise click.MissingParameter(ctx=ctx, param=param)
+        raise InvalidInputError(
+            "there is neither a target nor a command.", remedy="train.py:workload, or -- python train.py"
+        )
     from batchwright.scripts.script import Script
 
     return Script(list(ctx.obj))
@@ -128,9 +128,37 @@ target_or_script = click.argument(
 )
 
 
+def describe_script(script: Script, options: dict[str, Any]) -> Script:
+    """Add to a command of the user's own what was said about it, and take that out of the options."""
+    from dataclasses import replace
+
+    cwd = options.pop("cwd")
+    if not os.path.isdir(cwd):
+        raise InvalidInputError(f"--cwd {shortened(cwd)} is no folder.")
+    return replace(
+        script,
+        cwd=cwd,
+        batch_option=options.pop("batch_flag", None),
+        accumulation_option=options.pop("accumulation_flag", None),
+        show_output=options.pop("show_output"),
+    )
+
+
+def refuse_for_target(typed: Iterable[str], options: dict[str, Any]) -> None:
+    """Refuse what is said about a command where there is none, and take it out of the options."""
+    refused = sorted(set(typed) & set(OF_SCRIPTS))
+    if refused:
+        raise InvalidInputError(
+            f"{', '.join(refused)}: for a command of your own behind --, and a target was given.",
+            remedy="-- python train.py --batch-size {micro_batch}",
+        )
+    for option in OF_SCRIPTS:
+        options.pop(option.lstrip("-").replace("-", "_"), None)
+
+
 def refuse_for_script(typed: Iterable[str], understood: Iterable[str]) -> None:
     """Refuse the options that say nothing about a program of the user's own."""
-    refused = sorted(set(typed) - {"TARGET", "--json", *understood})
+    refused = sorted(set(typed) - {"TARGET", "--json", *OF_SCRIPTS, *understood})
     if refused:
         raise InvalidInputError(
             f"{', '.join(refused)} cannot be used with a command of your own.",
@@ -154,8 +182,14 @@ _SHARED: dict[str, dict[str, Any]] = {
         "multiple": True,
         "help": "An argument of the workload's batch, such as seq_len=512.",
     },
+    "--batch-flag": {"metavar": "FLAG", "help": "The option of your command that sets its micro-batch."},
+    "--accumulation-flag": {"metavar": "FLAG", "help": "The option of your command that sets its accumulation."},
+    "--cwd": {"metavar": "FOLDER", "default": ".", "help": "The folder your command runs in."},
+    "--show-output": {"is_flag": True, "help": "Show on stderr what your command prints."},
     "--json": {"is_flag": True, "help": "Print the answer as JSON."},
 }
+# What is said about a command of the user's own.
+OF_SCRIPTS = ("--batch-flag", "--accumulation-flag", "--cwd", "--show-output")
 ONE_OF = "On a simulated card: simulate one of N."
 OR_CARD = "Or a simulated card, such as a100-40gb."
 # Where the name of the argument is another than the option's.

@@ -6,7 +6,6 @@ import click
 
 from batchwright.cli.options import Command, Count, shared, typed_options
 from batchwright.cli.streams import print_json, print_result
-from batchwright.planning.dialects import unspoken_settings
 from batchwright.planning.split import POLICIES
 
 _MOVED = {
@@ -77,22 +76,15 @@ def command(
         print_result(answer, as_json=as_json)
         return 0
     settings, snippet = answer.to(framework), answer.snippet(framework)
-    unspoken = unspoken_settings(answer, framework)
     if as_json:
-        config_keys = {
-            "framework": framework.lower(),
-            "config": settings,
-            "snippet": snippet,
-            "not_in_config": unspoken,
-        }
-        print_json({**answer.to_dict(), **config_keys})
+        # What a config cannot say, workers say, is not asked for on the command line: `not_in_config` is always empty.
+        pasted = {"framework": framework.lower(), "config": settings, "snippet": snippet, "not_in_config": []}
+        print_json({**answer.to_dict(), **pasted})
         return 0
     from batchwright.report.text.plan_text import summarize_plan
 
     # Only what is to be pasted goes to stdout, so that `> config.json` is a config.
     click.echo(summarize_plan(answer), err=True)
-    if unspoken:
-        click.echo(f"{framework} has no setting for {', '.join(unspoken)}: set it where you make the loaders", err=True)
     click.echo(snippet)
     return 0
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import click
 
-from batchwright.cli.options import Count, shared
+from batchwright.cli.options import Count, shared, to_flags
 from batchwright.cli.streams import print_result
 
 
@@ -18,7 +20,9 @@ from batchwright.cli.streams import print_result
 @click.option("--precision", default="bf16", show_default=True, help="fp32, bf16 or mixed.")
 @click.option("--checkpointing", is_flag=True, help="Recompute each layer in the backward pass.")
 @shared("--json")
+@click.pass_context
 def command(
+    ctx: click.Context,
     sizes: tuple[str, ...],
     memory: tuple[str, ...],
     on: tuple[str, ...],
@@ -53,7 +57,8 @@ def command(
         precision=precision,
         checkpointing=checkpointing,
     )
-    print_result(recommendation, as_json=as_json)
+    in_flags = (replace(answer, remedy=to_flags(answer.remedy, ctx.command)) for answer in recommendation.answers)
+    print_result(replace(recommendation, answers=tuple(in_flags)), as_json=as_json)
     return 0 if recommendation.fits else 1
 
 

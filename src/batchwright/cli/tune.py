@@ -7,19 +7,38 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchwright.cli.options import ONE_OF, OR_CARD, Command, Count, parse_shape, shared, target_argument
+from batchwright.cli.options import (
+    ONE_OF,
+    OR_CARD,
+    Command,
+    Count,
+    describe_script,
+    parse_shape,
+    refuse_for_script,
+    refuse_for_target,
+    shared,
+    target_or_script,
+    typed_options,
+)
 from batchwright.cli.streams import print_result, report_progress
 from batchwright.errors import InvalidInputError
 from batchwright.planning.dialects import FRAMEWORKS, find_dialect
-from batchwright.ranks.place import is_first_rank, read_place
+from batchwright.ranks.meeting import is_first_rank, read_place
 from batchwright.units import parse_whole_number
 
 if TYPE_CHECKING:
+    from batchwright.scripts.script import Script
     from batchwright.tuning.tune import Tuned
 
 
+_FOR_SCRIPTS = (
+    *("--on", "--memory", "--effective-batch", "--limit", "--steps", "--shape", "--noise-batch", "--skip"),
+    *("--run-file", "--resume", "--for"),
+)
+
+
 @click.command("tune", cls=Command, moved={"--seed": "in Python: bw.tune(target, seed=1)"})
-@target_argument
+@target_or_script
 @shared("--on", help=f"{OR_CARD}  [default: the accelerator, else cpu]")
 @shared("--memory", help=" [default: what is free]")
 @shared("--devices", help=f"{ONE_OF}  [default: 1, under torchrun its ranks]")
@@ -40,16 +59,23 @@ if TYPE_CHECKING:
 )
 @click.option("--resume", is_flag=True, help="Resume the run in that file.")
 @shared("--for")
+@shared("--batch-flag")
+@shared("--accumulation-flag")
+@shared("--cwd")
+@shared("--show-output")
 @shared("--json")
-def command(target: str, framework: str | None, as_json: bool, **options: Any) -> int:
+@click.pass_context
+def command(ctx: click.Context, /, target: str | Script, framework: str | None, as_json: bool, **options: Any) -> int:
     """Tune a workload: what fits, how fast, is accumulation right, how large pays, and what to type.
 
-    TARGET is a workload: path.py:function or module:function. Each stage can be skipped; if one fails, the others go
+    TARGET is a workload: path.py:function or module:function. Behind -- stands your own command instead, which is run
+    unmodified; the answer is then also the command line to type. Each stage can be skipped; if one fails, the others go
     on. What was measured is in the run's file after every stage.
 
     \b
     batchwright tune train.py:workload --memory 16GiB
     batchwright tune train.py:workload --on a100-40gb --devices 8
+    batchwright tune --memory 16GiB -- python train.py --batch-size {micro_batch} --grad-accum {accumulation}
     batchwright tune train.py:workload --memory 16GiB --resume --for transformers
     torchrun --nproc-per-node 2 -m batchwright tune train.py:workload
     """
@@ -57,6 +83,11 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
     from batchwright.targets import find_target
     from batchwright.user_files import check_place
 
+    if isinstance(target, str):
+        refuse_for_target(typed_options(ctx), options)
+    else:
+        refuse_for_script(typed_options(ctx), _FOR_SCRIPTS)
+        target = describe_script(target, options)
     options["shape"] = parse_shape(options.pop("shapes"))
     options["skip"] = tuple(name.strip() for name in (options["skip"] or "").split(",") if name.strip())
     options["branch_batches"] = _parse_batches(options["branch_batches"])
@@ -69,7 +100,8 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
         )
     if framework is not None:
         find_dialect(framework)
-    find_target(target)
+    if isinstance(target, str):
+        find_target(target)
     file = Path(options["file"]).absolute()
     check_place(file, what="the run", option="file=FILE")
     prints = is_first_rank()
@@ -95,10 +127,10 @@ def command(target: str, framework: str | None, as_json: bool, **options: Any) -
     return 3 if any(isinstance(section, dict) and section.get("raised") for section in tuned.run.values()) else 1
 
 
-def _run_tune(target: str, options: dict[str, Any], *, prints: bool) -> Tuned:
+def _run_tune(target: str | Script, options: dict[str, Any], *, prints: bool) -> Tuned:
     from batchwright.tuning.tune import tune
 
-    with report_progress(target, prints=prints) as say:
+    with report_progress(target if isinstance(target, str) else target.name, prints=prints) as say:
         return tune(target, **options, progress=say)
 
 

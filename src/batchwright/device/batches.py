@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,18 +33,14 @@ from batchwright.state.untouched import current_keep
 from batchwright.units import counted, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from batchwright.workload import Workload
 
 
 def make_batch(workload: Workload, micro_batch: int, shape: Mapping[str, Any], device: torch.device) -> Any:
     """Make `micro_batch` samples of a shape on a device, and check that there are as many."""
     current_keep(workload)
-    if workload.batch is not None:
-        batch = workload.batch(micro_batch, **shape)
-    else:
-        batch = _batch_from_data(workload, micro_batch, shape)
+    make = workload.batch
+    batch = _batch_from_data(workload, micro_batch, shape) if make is None else make(micro_batch, **shape)
     if workload.split is None:
         check_size(batch, micro_batch)
     return move_batch(batch, device)
@@ -59,24 +55,36 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     """
 
     def move(leaf: Any) -> Any:
-        if _moves_itself(leaf):
-            # BatchEncoding.to changes the object it is called on; a user may hand out the same one each time.
-            mine: Any = copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf
-            return mine.to(device)
-        if isinstance(leaf, MutableMapping):
-            moved = copy.copy(leaf)
-            for key in list(leaf):
-                moved[key] = move_batch(leaf[key], device)
-            return moved
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            twin = copy.copy(leaf)
-            for field in dataclasses.fields(leaf):
-                object.__setattr__(twin, field.name, move_batch(getattr(leaf, field.name), device))
-            return twin
-        return leaf
+        if not _moves_itself(leaf):
+            return leaf
+        # BatchEncoding.to changes the object it is called on; a user may hand out the same one each time.
+        mine: Any = copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf
+        return mine.to(device)
 
     # A PackedSequence is a tuple to pytree, but one whose tensors must not all move.
-    return tree_map(move, batch, is_leaf=_moves_itself)
+    return map_batch(move, batch, is_leaf=_moves_itself)
+
+
+def map_batch(change: Callable[[Any], Any], batch: Any, *, is_leaf: Callable[[Any], bool]) -> Any:
+    """Return the batch with every leaf changed, those in mappings and dataclasses too; the user's own objects stay."""
+
+    def visit(value: Any) -> Any:
+        is_mapping = isinstance(value, MutableMapping)
+        if is_leaf(value) or not (is_mapping or _is_dataclass(value)):
+            return change(value)
+        twin: Any = copy.copy(value)
+        for name in list(value) if is_mapping else [field.name for field in dataclasses.fields(value)]:
+            if is_mapping:
+                twin[name] = map_batch(change, value[name], is_leaf=is_leaf)
+            else:
+                object.__setattr__(twin, name, map_batch(change, getattr(value, name), is_leaf=is_leaf))
+        return twin
+
+    return tree_map(visit, batch, is_leaf=is_leaf)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
@@ -90,7 +98,7 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
             yield leaf
         elif isinstance(leaf, Mapping):
             yield from tensors_in(dict(leaf))
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        elif _is_dataclass(leaf):
             yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
@@ -179,7 +187,7 @@ def num_samples(batch: Any, expected: int | None = None, *, remedy: str = WEIGH_
       try: weight=lambda batch: ... counts it; or keep what all samples share (class weights, a mask) out of the batch
     """
     sizes = possible_sizes(batch)
-    clear = _clear(sizes, list(_parts(batch)), expected)
+    clear = clear_num_samples(batch, expected)
     if clear is None and sizes:
         listed = [f"{size:,}" for size in sorted(sizes)]
         shown = ", ".join(listed[:-1][:5]) + f" and {listed[-1]}"
@@ -194,19 +202,7 @@ def clear_num_samples(batch: Any, expected: int | None = None) -> int | None:
 
     >>> clear_num_samples([torch.ones(5), torch.ones(3, 6)])
     """
-    return _clear(possible_sizes(batch), list(_parts(batch)), expected)
-
-
-def possible_sizes(batch: Any) -> set[int]:
-    """Return every number of samples that some part of a batch speaks for.
-
-    >>> possible_sizes({"x": torch.ones(4, 7), "weights": torch.ones(5), "names": ["a"] * 4, "scale": 2.0})
-    {4, 5}
-    """
-    return {part if isinstance(part, int) else part.size(0) for part in _parts(batch)}
-
-
-def _clear(sizes: set[int], parts: list[torch.Tensor | int], expected: int | None) -> int | None:
+    parts, sizes = list(_parts(batch)), possible_sizes(batch)
     if len(sizes) == 1:
         return next(iter(sizes))
     if expected is not None and expected in sizes:
@@ -221,6 +217,15 @@ def _clear(sizes: set[int], parts: list[torch.Tensor | int], expected: int | Non
         if shared and not speaks_for_one and all(any(_is_like(one, many) for many in whole) for one in shared):
             return size
     return None
+
+
+def possible_sizes(batch: Any) -> set[int]:
+    """Return every number of samples that some part of a batch speaks for.
+
+    >>> possible_sizes({"x": torch.ones(4, 7), "weights": torch.ones(5), "names": ["a"] * 4, "scale": 2.0})
+    {4, 5}
+    """
+    return {part if isinstance(part, int) else part.size(0) for part in _parts(batch)}
 
 
 def _is_like(one: torch.Tensor, many: torch.Tensor) -> bool:
@@ -241,7 +246,7 @@ def _parts(batch: Any) -> Iterator[torch.Tensor | int]:
     elif isinstance(batch, Mapping):
         for value in batch.values():
             yield from _parts(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+    elif _is_dataclass(batch):
         for field in dataclasses.fields(batch):
             yield from _parts(getattr(batch, field.name))
     elif isinstance(batch, list) and batch and all(_is_whole_sample(item) for item in batch):
@@ -259,12 +264,11 @@ def _is_whole_sample(item: Any) -> bool:
         return item.dim() == 0
     if isinstance(item, list | tuple) and not isinstance(item, PackedSequence):
         # Collating makes columns of tensors with a dimension 0; a row that is not collated mostly has a plain number.
-        return any(isinstance(entry, int | float | str) or _is_scalar(entry) for entry in item)
+        return any(
+            entry.dim() == 0 if isinstance(entry, torch.Tensor) else isinstance(entry, int | float | str)
+            for entry in item
+        )
     return getattr(item, "ndim", 0) == 0 and not isinstance(item, PackedSequence)
-
-
-def _is_scalar(entry: Any) -> bool:
-    return isinstance(entry, torch.Tensor) and entry.dim() == 0
 
 
 def cut(batch: Any, sizes: Sequence[int], split: Callable[..., Sequence[Any]] | None = None) -> list[Any]:
@@ -302,7 +306,7 @@ def _taken(part: Any, start: int, end: int, total: int) -> Any:
         return twin
     if isinstance(part, Mapping):
         return {key: _taken(value, start, end, total) for key, value in part.items()}
-    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+    if _is_dataclass(part):
         changes = {
             field.name: _taken(getattr(part, field.name), start, end, total) for field in dataclasses.fields(part)
         }
@@ -313,14 +317,14 @@ def _taken(part: Any, start: int, end: int, total: int) -> Any:
         return type(part)(*(_taken(item, start, end, total) for item in part))
     if isinstance(part, list | tuple):
         # A list of tensors is a list of columns, (inputs, labels), unless each is one sample.
-        if isinstance(part, list) and len(part) == total and all(_is_one_sample(item, total) for item in part):
+        if (
+            isinstance(part, list)
+            and len(part) == total
+            and all(isinstance(item, torch.Tensor) and (item.dim() == 0 or item.shape[0] != total) for item in part)
+        ):
             return part[start:end]
         return type(part)(_taken(item, start, end, total) for item in part)
     return part
-
-
-def _is_one_sample(item: Any, total: int) -> bool:
-    return isinstance(item, torch.Tensor) and (item.dim() == 0 or item.shape[0] != total)
 
 
 _IGNORED = -100

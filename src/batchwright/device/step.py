@@ -20,25 +20,22 @@ import inspect
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.device.batches import make_batch
-from batchwright.device.out_of_memory import is_too_small
+from batchwright.device.outcome import Outcome, is_too_small
 from batchwright.errors import InvalidInputError
 from batchwright.state.process_state import random_sources
 from batchwright.state.untouched import current_keep, survivors, untouched
-from batchwright.units import shortened, whole_number
+from batchwright.units import as_list, shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from batchwright.device.outcome import Outcome
     from batchwright.workload import Workload
 
 
@@ -147,13 +144,14 @@ def handed_out(function: Callable[..., Any], *arguments: Any) -> Any:
     # Under a trace no number is drawn for real.
     sources = {} if torch._C._len_torch_dispatch_stack() else random_sources(None)
     returned = [function(*arguments)]  # in a list, so that no name of this frame counts as a holder
-    shared = [thing for thing in _as_list(returned[0]) if keep.state.has_met(thing)]
+    shared = [thing for thing in as_list(returned[0]) if keep.state.has_met(thing)]
     for thing in shared:
         keep.keep_live(thing)
-    if len(shared) == len(_as_list(returned[0])) or _are_ours_alone(returned):
+    # One that refers to itself seems held by somebody else, too.
+    if len(shared) == len(as_list(returned[0])) or all(count <= _ALONE for count in _references(returned)):
         return returned[0]
     del shared
-    things = _as_list(returned.pop())
+    things = as_list(returned.pop())
     alive = survivors(things)
     for thing in alive:
         keep.keep_live(thing)
@@ -162,15 +160,6 @@ def handed_out(function: Callable[..., Any], *arguments: Any) -> Any:
     for put_back in sources.values():
         put_back()
     return function(*arguments)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _are_ours_alone(returned: list[Any]) -> bool:
-    """Whether nothing but what was returned refers to the objects; one that refers to itself seems shared."""
-    return all(count <= _ALONE for count in _references(returned))
 
 
 def _references(returned: list[Any]) -> list[int]:
@@ -185,20 +174,6 @@ PHASES = ("build", "batch", "forward", "backward", "optimizer", "generate", "eva
 
 # Two steps, not one: Adam makes its moments in the first step, so the second is the first to run beside them.
 DEFAULT_STEPS = 2
-
-
-class Observer(Protocol):
-    """Is told when a phase begins; the one before it has then ended."""
-
-    def phase(self, name: str) -> None:
-        """Note that the phase `name`, one of `PHASES`, begins."""
-
-
-class Unobserved:
-    """An observer that looks away."""
-
-    def phase(self, name: str) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -225,24 +200,24 @@ def run_probe(
     *,
     device: torch.device,
     steps: int = DEFAULT_STEPS,
-    observer: Observer | None = None,
+    on_phase: Callable[[str], object] = lambda _: None,
     build: Callable[[Workload, torch.device], nn.Module] | None = None,
     now: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, ...]:
     """Build the model and its optimizer on a device, run full steps at one size, and return the seconds of each.
 
-    `build` replaces `build_model`: the trace makes fake parameters there, ranks wrap the model there. `now` reads
-    the clock between steps; on an accelerator it waits for the device first.
+    `on_phase` is told when a phase, one of `PHASES`, begins; the one before it has then ended. `build` replaces
+    `build_model`: the trace makes fake parameters there, ranks wrap the model there. `now` reads the clock between
+    steps; on an accelerator it waits for the device first.
     """
-    watching = observer or Unobserved()
     whole_number(micro_batch, "micro-batch")
-    watching.phase("build")
+    on_phase("build")
     model = (build or build_model)(workload, device)
     optimizers = build_optimizers(workload, model)
     seconds = _run_steps(
-        workload, model, optimizers, micro_batch, settings, device=device, steps=steps, observer=watching, now=now
+        workload, model, optimizers, micro_batch, settings, device=device, steps=steps, on_phase=on_phase, now=now
     )
-    watching.phase("done")
+    on_phase("done")
     return seconds
 
 
@@ -287,7 +262,7 @@ def build_optimizers(workload: Workload, model: nn.Module) -> tuple[Any, ...]:
             "the optimizer has no parameters: none of the model's parameters requires a gradient.",
             remedy="unfreeze what is to be trained, or leave out optimizer= for inference only",
         )
-    optimizers = tuple(_as_list(handed_out(workload.optimizer, _what_it_takes(workload.optimizer, model))))
+    optimizers = tuple(as_list(handed_out(workload.optimizer, _what_it_takes(workload.optimizer, model)))) or (None,)
     for optimizer in optimizers:
         if not all(hasattr(optimizer, name) for name in ("step", "zero_grad", "param_groups")):
             raise InvalidInputError(
@@ -327,7 +302,7 @@ def _run_steps(
     *,
     device: torch.device,
     steps: int,
-    observer: Observer,
+    on_phase: Callable[[str], object],
     now: Callable[[], float],
 ) -> tuple[float, ...]:
     """Run full steps of a model that is built and placed, and return the seconds of each.
@@ -339,14 +314,14 @@ def _run_steps(
     accumulation = whole_number(settings.accumulation, "accumulation")
 
     def batch() -> Any:
-        observer.phase("batch")
+        on_phase("batch")
         return make_batch(workload, micro_batch, settings.shape, device)
 
     def without_gradients(model: nn.Module) -> None:
         for name, work in (("generate", workload.generate), ("evaluate", workload.evaluate)):
             if work is not None:
                 inputs = batch()
-                observer.phase(name)
+                on_phase(name)
                 with torch.no_grad(), evaluating(model):
                     work(model, inputs)
                 del inputs
@@ -359,12 +334,12 @@ def _run_steps(
         if not model.training:
             model.train()
         scaler = build_scaler(workload)
-        gradients = _Gradients(workload.loss, model, optimizers, scaler, accumulation, batch, observer)
+        gradients = _Gradients(workload.loss, model, optimizers, scaler, accumulation, batch, on_phase)
         for _ in range(steps):
             start = now()
             gradients.compute()
             check_that_something_trains(optimizers)
-            observer.phase("optimizer")
+            on_phase("optimizer")
             _update(model, optimizers, scaler, settings.clip_norm, gradients.compute_again)
             seconds.append(now() - start)
         without_gradients(model)
@@ -376,7 +351,7 @@ def _run_steps(
             for _ in range(accumulation):
                 if workload.loss is not None:
                     inputs = batch()
-                    observer.phase("forward")
+                    on_phase("forward")
                     with torch.no_grad(), evaluating(model):
                         workload.loss(model, inputs)
                     del inputs
@@ -395,18 +370,18 @@ class _Gradients:
     scaler: Any
     accumulation: int
     batch: Callable[[], Any]
-    observer: Observer
+    on_phase: Callable[[str], object]
 
     def compute(self) -> torch.Tensor:
         """Run forward and backward of each micro-batch, and return the last loss."""
         total: Any = None
         for _ in range(self.accumulation):
             inputs = self.batch()
-            self.observer.phase("forward")
+            self.on_phase("forward")
             loss = checked_loss(self.loss(self.model, inputs))
             # Divided only where it must be: even a scalar division is an allocation in the trace.
             loss = loss if self.accumulation == 1 else loss / self.accumulation
-            self.observer.phase("backward")
+            self.on_phase("backward")
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             total = loss.detach()
             del inputs, loss
@@ -419,7 +394,7 @@ class _Gradients:
             optimizer.zero_grad(set_to_none=True)
         with torch.enable_grad():
             total = self.compute()
-        self.observer.phase("optimizer")
+        self.on_phase("optimizer")
         return total
 
 
@@ -429,7 +404,9 @@ def needs_closure(optimizer: Any) -> bool:
         parameter = inspect.signature(optimizer.step).parameters.get("closure")
     except (TypeError, ValueError):
         return False
-    return parameter is not None and parameter.default is inspect.Parameter.empty
+    if parameter is None or parameter.kind is parameter.VAR_POSITIONAL:
+        return False
+    return parameter.default is parameter.empty
 
 
 def _step(optimizer: Any, closure: Callable[[], torch.Tensor]) -> None:
@@ -485,13 +462,33 @@ def _update(
         optimizer.zero_grad(set_to_none=True)
 
 
-class ProbesWhatItWatches(ABC):
-    """A device that can watch anything run, and so can probe."""
+class Device(ABC):
+    """A place where probes run: it can watch anything run, and so can probe."""
 
     @property
-    @abstractmethod
     def torch_device(self) -> torch.device:
         """Where model and batches are placed."""
+        return torch.device("cpu")
+
+    @property
+    def name(self) -> str:
+        """How the device is asked for."""
+        return str(self.torch_device)
+
+    @property
+    def kind(self) -> str:
+        """What it is: `host` or `accelerator`."""
+        return "host" if self.torch_device.type == "cpu" else "accelerator"
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Memory there is; None where it is not known."""
+        return None
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Memory that can still be taken; None where it is not known."""
+        return None
 
     @abstractmethod
     def watch(

@@ -22,7 +22,6 @@ import io
 import json
 import os
 import sys
-import tempfile
 import time
 import warnings
 from dataclasses import asdict, dataclass, replace
@@ -34,20 +33,19 @@ import torch
 
 from batchwright import __version__
 from batchwright.device.device import open_device
-from batchwright.fitting.fit_result import NextSize
+from batchwright.fitting.fit_result import Fit, NextSize
 from batchwright.fitting.search import Seen, skip_known
-from batchwright.state.interrupts import uninterrupted
+from batchwright.state.process_state import uninterrupted
 from batchwright.state.untouched import untouched
 from batchwright.targets import Target, is_installed_or_ours
-from batchwright.trace.fake_model import build_skeleton
+from batchwright.trace.run import build_skeleton
 from batchwright.units import LARGEST_COUNT, shortened
-from batchwright.user_files import read_bytes
+from batchwright.user_files import read_bytes, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
 
-    from batchwright.fitting.budget import Budget
-    from batchwright.fitting.fit_result import Fit
+    from batchwright.fitting.probers import Budget
     from batchwright.fitting.request import FitRequest
     from batchwright.workload import Workload
 
@@ -144,7 +142,7 @@ class RecalledAnswer:
             if known.next_size is not None:
                 next_size = replace(known.next_size, why=f"{known.next_size.why} (remembered from {day})")
             fit = replace(fit, next_size=next_size, reason=known.reason)
-            note = f"remembered from {day} and certified by one probe; --no-cache searches anew"
+            note = f"remembered from {day} and certified by one probe; without the cache it is searched anew"
         else:
             if self.key is not None and is_final:
                 note = self.answers.remember(self.key, fit) or note
@@ -221,7 +219,8 @@ class Answers:
         }
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            _write_whole(self._folder / f"{key}.json", json.dumps(entry, indent=2))
+            with uninterrupted():
+                write_whole(self._folder / f"{key}.json", json.dumps(entry, indent=2).encode())
         except (OSError, ValueError, TypeError) as error:
             return f"the answer is not remembered: {self._folder} cannot be written to ({_describe(error)})"
         _delete_oldest(self._folder)
@@ -268,25 +267,11 @@ def _field(entry: Mapping[str, Any], name: str, kind: type, *, least: int = 1) -
     return value
 
 
-def _write_whole(file: Path, text: str) -> None:
-    """Write beside the file, then rename: nobody ever reads a half of it."""
-    with uninterrupted():
-        descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
-        try:
-            with open(descriptor, "w", encoding="utf-8") as opened:
-                opened.write(text)
-            os.replace(temporary, file)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-
-
 def _delete_oldest(folder: Path) -> None:
     # Another process may be deleting the same ones; what is left over then goes the next time.
     with contextlib.suppress(OSError):
         entries = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
-        abandoned = [f for f in folder.glob(".*.tmp") if f.stat().st_mtime < time.time() - _ABANDONED_SECONDS]
+        abandoned = [f for f in folder.glob(".*.json.*") if f.stat().st_mtime < time.time() - _ABANDONED_SECONDS]
         for file in (*abandoned, *entries[: max(0, len(entries) - _MOST_ENTRIES)]):
             file.unlink(missing_ok=True)
 

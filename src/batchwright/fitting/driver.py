@@ -8,42 +8,176 @@ Promises:
   start of the next;
 - a shape at which nothing fits is a row of the table, and an error only if no shape fits: the one that needs least
   then speaks for all;
-- whatever ends the search early carries a note of the shapes that were finished.
+- whatever ends the search early carries a note of the shapes that were finished;
+- a `Forecast` is what the trace says a size will take, corrected by what earlier probes took beyond it, and the
+  correction learnt at one shape starts the next; a step that cannot be traced is no error: the search then goes by what
+  probes measure.
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from batchwright.errors import NothingFitsError, StepFailedError
-from batchwright.fitting.fit_result import Fit, NextSize, limited_peak, name_shape
-from batchwright.fitting.forecast import Forecast
-from batchwright.fitting.messages import CRASHED
+import torch
+
+from batchwright.device.outcome import Outcome, is_too_small
+from batchwright.device.step import StepSettings
+from batchwright.errors import BatchwrightError, NothingFitsError, StepFailedError
+from batchwright.fitting.child import CRASHED
+from batchwright.fitting.fit_result import Fit, MemoryLine, NextSize, limited_peak, name_shape
 from batchwright.fitting.search import (
+    CannotPredictError,
     Seen,
     by_doubling,
+    by_exact_peaks,
     by_growing,
     by_peaks,
     by_powers_of_two,
     by_prediction,
     fall_back,
+    next_size,
 )
+from batchwright.memory.breakdown import Breakdown, break_down
+from batchwright.memory.estimate import without_torchs_own_log
+from batchwright.planning.largest import Curve
+from batchwright.trace.run import trace_workload
 from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Sized
+    from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 
-    from batchwright.device.outcome import Outcome
-    from batchwright.fitting.budget import Budget
     from batchwright.fitting.cache import AnswerBook
-    from batchwright.fitting.probers import Prober
+    from batchwright.fitting.probers import Budget, Prober
     from batchwright.fitting.request import FitRequest
     from batchwright.workload import Workload
+
+
+# A thread's stack as Linux reserves it: private memory from the moment the thread starts.
+_STACK_BYTES = 8 * 2**20
+_KERNELS_KEEP_BYTES = 16 * 2**20
+
+
+class Forecast:
+    """Predicted peaks of one workload, shape after shape."""
+
+    def __init__(
+        self,
+        workload: Workload | None,
+        limit_bytes: int | None,
+        request: FitRequest,
+        *,
+        say: Callable[[str], None],
+    ) -> None:
+        self._workload, self._limit_bytes, self._request, self._say = workload, limit_bytes, request, say
+        self._shape: Mapping[str, Any] = {}
+        self._seen: dict[int, Breakdown] = {}
+        # The main thread has its stack already; each of torch's others, and autograd's, takes one.
+        self.allowance = (torch.get_num_threads() + 1) * _STACK_BYTES + _KERNELS_KEEP_BYTES
+
+    def turn_to(self, shape: Mapping[str, Any]) -> None:
+        """Speak of this shape from now on."""
+        self._shape, self._seen = shape, {}
+
+    def is_possible(self) -> bool:
+        """Whether the step can be traced at all."""
+        if self._workload is None:
+            return False
+        self._say("predicting from traces")
+        return self._try_predict(1) is not None
+
+    def predict(self, micro_batch: int) -> int:
+        """Return the bytes at a size; a trace that fails there is a `CannotPredictError`."""
+        try:
+            return self._break_down(micro_batch).peak_bytes
+        except Exception as error:
+            # Whatever it is, a probe at that size will say it better: it has real values and the user's own traceback.
+            raise CannotPredictError(f"the trace failed at micro-batch {micro_batch:,}") from error
+
+    def _try_predict(self, micro_batch: int) -> int | None:
+        try:
+            return self.predict(micro_batch)
+        except CannotPredictError:
+            return None
+
+    def guess_largest(self, cap: int) -> int | None:
+        """Return the largest size that should fit by prediction alone; None if nothing can be predicted."""
+        if self._limit_bytes is None or not self.is_possible():
+            return None
+        try:
+            return Curve(self.predict, cap=cap).roughly_within(self._limit_bytes - self.allowance) or None
+        except CannotPredictError:
+            return None
+
+    def learn(self, trials: Sequence[Outcome]) -> None:
+        """Take over what the largest size that fits took beyond its prediction."""
+        measured = ((t.micro_batch, limited_peak(t)) for t in trials if t.fits and t.micro_batch in self._seen)
+        known = [(size, peak) for size, peak in measured if peak is not None]
+        if known:
+            size, peak = max(known)
+            # Rounding differs from shape to shape: a little more, so that the first probe still fits.
+            self.allowance = max(0, math.ceil(1.02 * (peak - self.predict(size))))
+
+    def draw_line(self, micro_batch: int | None, trials: Sequence[Outcome]) -> MemoryLine | None:
+        """Return the line near the answer: its slope from the trace if there is one, else from two probes."""
+        peaks = {t.micro_batch: peak for t in trials if t.fits and (peak := limited_peak(t)) is not None}
+        if micro_batch is None or micro_batch not in peaks:
+            return None
+        slope, source = self._slope(micro_batch), "predicted"
+        below = [n for n in peaks if n < micro_batch]
+        if slope is None and below:
+            slope, source = (peaks[micro_batch] - peaks[max(below)]) / (micro_batch - max(below)), "measured"
+        if slope is None or slope <= 0:
+            return None  # one reading, or two that differ by noise alone
+        return MemoryLine(round(peaks[micro_batch] - slope * micro_batch), round(slope), source)
+
+    def _slope(self, micro_batch: int) -> float | None:
+        half = micro_batch // 2
+        if not self._seen or half == 0:
+            return None
+        upper, lower = self._try_predict(micro_batch), self._try_predict(half)
+        return None if upper is None or lower is None else (upper - lower) / (micro_batch - half)
+
+    def predict_need(self, micro_batch: int) -> float:
+        """Return the bytes at a size; infinite if they are not known."""
+        need = self._try_predict(micro_batch) if self._seen else None
+        return math.inf if need is None else need
+
+    def describe_need(self, micro_batch: int) -> list[str]:
+        """Say what a size needs, by parts; nothing if it cannot be predicted."""
+        if self.predict_need(micro_batch) == math.inf:
+            return []
+        needed = self._break_down(micro_batch)
+        return [f"predicted need {format_bytes(needed.peak_bytes)}: {needed.list_parts()}"]
+
+    def suggest_remedy(self) -> str:
+        """Return what would help."""
+        if not self._seen:
+            return "more memory, a smaller model or shape, or an optimizer that keeps less state"
+        return "bw.estimate(workload, what_if=True) prints what each change of the set-up would save"
+
+    def _break_down(self, micro_batch: int) -> Breakdown:
+        if micro_batch not in self._seen:
+            assert self._workload is not None
+            try:
+                with without_torchs_own_log():
+                    traced = trace_workload(
+                        self._workload,
+                        micro_batch,
+                        StepSettings(self._shape, self._request.accumulation, self._request.clip_norm),
+                    )
+            except BatchwrightError:
+                raise
+            except Exception as error:
+                if not is_too_small(error):
+                    raise
+                # One sample is too few for BatchNorm; two need hardly more.
+                return self._break_down(micro_batch + 1)
+            self._seen[micro_batch] = break_down(traced.log)
+        return self._seen[micro_batch]
 
 
 class Cause(Enum):
@@ -53,7 +187,7 @@ class Cause(Enum):
     DATASET = "the dataset holds {number:,} samples"
     EFFECTIVE_BATCH = "the effective batch is {number:,}"
     LARGEST = "{number:,} is the largest size that is tried unless a limit is given"
-    TRIALS = "{number:,} trials were used up (--max-trials)"
+    TRIALS = "{number:,} trials were used up (max_trials)"
     OUT_OF_MEMORY = "micro-batch {number:,} ran out of memory"
     POWERS_OF_TWO = "only powers of two are tried, and micro-batch {number:,} ran out of memory"
 
@@ -68,19 +202,11 @@ class Cap:
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a search went no further; `rule` is the sign by which out-of-memory was recognised.
-
-    >>> Stop(Cause.LIMIT, 64).describe()
-    'the limit is 64'
-    """
+    """Why a search went no further; `rule` is the sign by which out-of-memory was recognised."""
 
     cause: Cause
     number: int
     rule: str | None = None
-
-    def describe(self) -> str:
-        """Write it as a person reads it."""
-        return self.cause.value.format(number=self.number)
 
 
 @dataclass(frozen=True)
@@ -88,6 +214,9 @@ class Series:
     """The probes of one search in order, the answer they give (None if nothing fits), and why it is not larger.
 
     `above` is the first size above the answer that could have been one.
+
+    >>> Series((), 64, 65, Stop(Cause.LIMIT, 64)).reason
+    'the limit is 64'
     """
 
     trials: tuple[Outcome, ...]
@@ -98,7 +227,7 @@ class Series:
     @property
     def reason(self) -> str:
         """Why the answer is not larger."""
-        return self.stop.describe()
+        return self.stop.cause.value.format(number=self.stop.number)
 
     @property
     def next_size(self) -> NextSize:
@@ -135,11 +264,9 @@ def run_series(
         if outcome.verdict == "failed" and not outcome.is_too_small:
             raise_failure(outcome, ran=[trial.micro_batch for trial in trials if trial.fits and tells_what_ran])
         # A size that is too small for the step is passed over: larger ones are the question.
-        seen = Seen(size, outcome.fits or outcome.is_too_small, limited_peak(outcome) if outcome.fits else None)
-        try:
-            size = search.send(seen)
-        except StopIteration:
-            size = None
+        allocated = None if outcome.peak_bytes is None else outcome.peak_bytes.allocated
+        seen = Seen(size, outcome.fits or outcome.is_too_small, limited_peak(outcome), allocated)
+        size = next_size(search, seen)
     return _conclude(trials, cap, unfinished=size is not None, max_trials=max_trials, is_stepwise=is_stepwise)
 
 
@@ -269,7 +396,7 @@ def fit_shapes(
     driver = _Driver(request, prober, budget, forecast, cap, name, say, book)
     fits: list[Fit] = []
     refusals: list[Refusal] = []
-    with _note_finished(fits):
+    try:
         for shape in request.shapes:
             if len(request.shapes) > 1:
                 say(f"shape {name_shape(shape)}")
@@ -277,21 +404,8 @@ def fit_shapes(
             fits.append(driver.fit_shape(shape))
             if fits[-1].micro_batch is None:
                 refusals.append(refuse(fits[-1], forecast))
-    fitting = [fit for fit in fits if fit.micro_batch is not None]
-    if not fitting:
-        raise nothing_fits(refusals, on=prober.on, budget=budget)
-    if len(fits) == 1:
-        return fits[0]
-    smallest = min(fitting, key=lambda fit: fit.micro_batch or 0)
-    return replace(smallest, shapes=tuple(fits))
-
-
-@contextmanager
-def _note_finished(fits: Sequence[Fit]) -> Iterator[None]:
-    """Add to an error, or an interrupt, what was found before it: finding it took minutes."""
-    try:
-        yield
     except BaseException as error:
+        # Also to an interrupt: finding what was found before it took minutes.
         answers = (
             f"{'nothing fits' if fit.micro_batch is None else f'micro-batch {fit.micro_batch:,} fits'} "
             f"at {name_shape(fit.shape)}"
@@ -300,6 +414,12 @@ def _note_finished(fits: Sequence[Fit]) -> Iterator[None]:
         if fits:
             error.add_note(f"found before that: {'; '.join(answers)}")
         raise
+    fitting = [fit for fit in fits if fit.micro_batch is not None]
+    if not fitting:
+        raise nothing_fits(refusals, on=prober.on, budget=budget)
+    if len(fits) == 1:
+        return fits[0]
+    return replace(min(fitting, key=lambda fit: fit.micro_batch or 0), shapes=tuple(fits))
 
 
 @dataclass(frozen=True)
@@ -318,9 +438,8 @@ class _Driver:
     def fit_shape(self, shape: Mapping[str, Any]) -> Fit:
         """Find the largest size at a shape; a remembered one is tried first."""
         search = partial(self._search, shape)
-        recalled = None
-        if self.book is not None:
-            recalled = self.book.look_up(shape, self.prober.on, self.budget, cap=self.cap.size)
+        book, cap = self.book, self.cap.size
+        recalled = None if book is None else book.look_up(shape, self.prober.on, self.budget, cap=cap)
         series = run_series(
             search() if recalled is None else recalled.try_first(search),
             lambda size: self.prober.probe(size, shape),
@@ -374,10 +493,11 @@ class _Driver:
         return fall_back(predicted, self._search_unpredicted)
 
     def _search_unpredicted(self) -> Generator[int, Seen, None]:
-        limit_bytes = self.budget.probe_bytes
         # If nobody set a budget, a limit that far out is no help: a step that only raises moves no peak at all.
-        if limit_bytes is not None and self.budget.is_tight:
-            return by_peaks(self.cap.size, limit_bytes, noise=_NOISE_BYTES)
+        if self.budget.probe_bytes is not None and self.budget.is_tight:
+            if self.request.is_on_card:
+                return by_exact_peaks(self.cap.size, self.budget.probe_bytes)
+            return by_peaks(self.cap.size, self.budget.probe_bytes, noise=_NOISE_BYTES)
         return by_doubling(self.cap.size)
 
 
@@ -391,9 +511,8 @@ def _doubts(series: Series) -> list[str]:
 
 def find_cap(request: FitRequest, data: Sized | None = None) -> Cap:
     """Return the largest size that may be tried: the limit, or the end of the data."""
-    cap = Cap(LARGEST_MICRO_BATCH, Cause.LARGEST)
-    if request.limit is not None:
-        cap = Cap(request.limit, Cause.LIMIT)
+    limit = request.limit
+    cap = Cap(LARGEST_MICRO_BATCH, Cause.LARGEST) if limit is None else Cap(limit, Cause.LIMIT)
     if data is not None and len(data) < cap.size:
         cap = Cap(len(data), Cause.DATASET)
     return cap

@@ -1,8 +1,11 @@
 """`@find_batch_size`: run a training function at the largest batch size that fits, found by calling it.
 
 Promises:
-- a probing call ends after its second optimizer step; then the function runs once for real, at a size that ran;
-- what the function and its arguments reach (models, optimizers, random state) is put back after each probing call;
+- a probing call ends after the second step of every optimizer of torch that it uses, whatever the function catches;
+  then the function runs once for real, at a size that ran;
+- what the function and its arguments reach (models, optimizers, random state) is put back after each probing call,
+  however it ended;
+- a size at which the function trains nothing, though at a smaller one it does, is an error and no answer;
 - callers leave out the batch size and `accumulation`, and a wrong call is answered with the right one;
 - with a parameter `accumulation`, every call has batch size x accumulation = effective batch exactly;
 - a mistake in the function surfaces at once, and is never taken for out-of-memory.
@@ -12,37 +15,174 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
+import time
+import weakref
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from batchwright.device.device import default_device, open_limited
 from batchwright.device.host import live_bytes
-from batchwright.device.out_of_memory import is_out_of_memory
+from batchwright.device.outcome import Outcome, is_out_of_memory, with_causes
 from batchwright.errors import InvalidInputError
-from batchwright.fitting.budget import open_budget
-from batchwright.fitting.cut_calls import STEPS_OF_A_PROBE, CutCalls
-from batchwright.fitting.driver import Cap, Cause, Refusal, Stop, list_trials, nothing_fits, run_series
-from batchwright.fitting.fit_result import Fit
-from batchwright.fitting.search import Seen, by_doubling
-from batchwright.planning.plan import plan
+from batchwright.fitting.driver import Cap, Cause, Refusal, Series, Stop, list_trials, nothing_fits, run_series
+from batchwright.fitting.fit_result import Fit, Restored
+from batchwright.fitting.probers import open_budget, refuse_spread
+from batchwright.fitting.search import Seen, by_doubling, next_size
+from batchwright.planning.plan import Plan, plan
 from batchwright.planning.split import divisors, largest_divisor
 from batchwright.ranks.meeting import find_place
 from batchwright.state.held_objects import held_objects
-from batchwright.state.untouched import untouched
-from batchwright.units import shortened, whole_number
+from batchwright.state.untouched import Keep, untouched
+from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from batchwright.device.outcome import Outcome
-    from batchwright.fitting.driver import Series
-    from batchwright.planning.plan import Plan
-    from batchwright.state.untouched import Keep
+    from batchwright.device.step import Device
+
+
+# Adam makes its moments in the first step, so the second is the first to run beside them.
+STEPS_OF_A_PROBE = 2
+
+
+class CutCalls:
+    """Probing calls of one function: `run` calls it at a size and an accumulation, `reached` is what it may change."""
+
+    def __init__(
+        self, name: str, run: Callable[[int, int], object], reached: Sequence[Any], keep: Keep, *, device: Device
+    ) -> None:
+        refuse_spread(*reached)
+        self._name, self._run, self._device, self._keep = name, run, device, keep
+        self._accelerator = None if device.name == "cpu" else torch.device(device.name)
+        self._has_state = len(keep.refused) < len(reached)
+        self._seen: dict[int, CountedSteps] = {}
+
+    def probe(self, size: int, *, accumulation: int = 1) -> Outcome:
+        """Call the function at one size, until its second optimizer step."""
+        steps = self._seen[size] = CountedSteps(self._accelerator)
+
+        def run() -> tuple[float, ...]:
+            seconds = run_until_second_step(lambda: self._run(size, accumulation), steps)
+            # A loader with `drop_last` and too few samples.
+            trained = max((n for n, seen in self._seen.items() if n < size and seen.count), default=None)
+            if steps.count == 0 and trained is not None:
+                raise InvalidInputError(
+                    f"{self._name} takes no optimizer step at batch size {size:,}, but does at {trained:,}: "
+                    "its data seem to hold no full batch of that size.",
+                    remedy=f"limit={trained}, or the number of samples",
+                )
+            return seconds
+
+        try:
+            return self._device.watch(run, micro_batch=size, accumulation=accumulation)
+        finally:
+            self._keep.restore()
+
+    def notes(self, size: int) -> list[str]:
+        """Return notes on the call at the answer."""
+        steps = self._seen[size]
+        if steps.count == 0:
+            return ["no optimizer of torch stepped, so each probing call ran to the function's end"]
+        notes = []
+        if not steps.is_enough:
+            notes.append(f"the function ended after {counted(steps.count, 'optimizer step')} at micro-batch {size:,}")
+        if any(seen.was_caught for seen in self._seen.values()):
+            notes.append("the function caught what ends a probing call (`except:` or `except BaseException`)")
+        return notes
+
+    def last_words(self) -> str:
+        """Say which call failed, to stand below the user's traceback."""
+        *ran, size = self._seen
+        message = f"batchwright: raised by {self._name} in a probing call at batch size {size:,}"
+        below = max((n for n in ran if n < size), default=None)
+        if below is None:
+            return f"{message}."
+        return f"{message}; {below:,} ran. If the data hold fewer samples than that, set limit={below}."
+
+    def restored(self) -> Restored:
+        """What was given back as it was found."""
+        beyond = "files, logs, connections and Python objects that the function itself changes"
+        unknown = () if self._has_state else ("a model or optimizer that the function reaches: none was found",)
+        return Restored(self._keep.covered, (*unknown, *self._keep.not_kept, beyond))
+
+
+class _SecondStepDone(BaseException):
+    """Ends a probing call. Not an Exception, so that `except Exception` in the user's loop lets it pass."""
+
+    def __init__(self, steps: CountedSteps) -> None:
+        super().__init__("a probing call of batchwright ends here, after its second optimizer step")
+        self.steps = steps
+
+
+class CountedSteps:
+    """The optimizer steps of one probing call, and when they ended."""
+
+    def __init__(self, accelerator: torch.device | None = None) -> None:
+        self.count = 0
+        self.is_enough = False
+        self.was_caught = False
+        self._accelerator = accelerator
+        # By optimizer, so that two optimizers that take turns both reach their second step. A step of a parameter's own
+        # optimizer inside of backward counts the same way.
+        self._per_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._times = [time.perf_counter()]
+
+    def note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Count a step; after the second of every optimizer seen, end the call."""
+        self.count += 1
+        if self._accelerator is not None:
+            torch.accelerator.synchronize(self._accelerator)
+        self._times.append(time.perf_counter())
+        self._per_optimizer[optimizer] = self._per_optimizer.get(optimizer, 0) + 1
+        # Being here again after the end means that the function caught it.
+        self.was_caught |= self.is_enough
+        self.is_enough |= min(self._per_optimizer.values()) >= STEPS_OF_A_PROBE
+        if self.is_enough:
+            raise _SecondStepDone(self)
+
+    def seconds(self) -> tuple[float, ...]:
+        """Seconds of each step; of the whole call if there was none."""
+        times = self._times if self.count else [*self._times, time.perf_counter()]
+        return tuple(later - earlier for earlier, later in itertools.pairwise(times))
+
+
+def run_until_second_step(function: Callable[[], object], steps: CountedSteps) -> tuple[float, ...]:
+    """Call a function that trains, end it after its second optimizer step, and return the seconds of each.
+
+    >>> parameter = torch.nn.Parameter(torch.zeros(1))
+    >>> def train():
+    ...     optimizer = torch.optim.SGD([parameter])
+    ...     for number in range(100):
+    ...         print("step", number)
+    ...         optimizer.step()
+    >>> len(run_until_second_step(train, CountedSteps()))
+    step 0
+    step 1
+    2
+    """
+    hook = register_optimizer_step_post_hook(steps.note_step)
+    try:
+        function()
+        steps.was_caught |= steps.is_enough
+    except _SecondStepDone as end:
+        # Another one's, if decorated functions call each other.
+        if end.steps is not steps:
+            raise
+    except Exception as error:
+        # `except BaseException as error: raise RuntimeError(...) from error`
+        if not any(isinstance(cause, _SecondStepDone) and cause.steps is steps for cause in with_causes(error)):
+            raise
+        steps.was_caught = True
+    finally:
+        hook.remove()
+    return steps.seconds()
 
 
 Returned = TypeVar("Returned")
@@ -52,26 +192,18 @@ class WrongCallError(InvalidInputError, TypeError):
     """A decorated function was called with arguments that it does not take."""
 
 
-@dataclass(frozen=True)
 class TrainingFunction(Generic[Returned]):
     """A function of a size, of `accumulation` if it has that, and of what its callers hand in."""
 
-    function: Callable[..., Returned]
-    name: str
-    full: inspect.Signature
-    public: inspect.Signature
-    size_name: str
-    accumulates: bool
-
-    @staticmethod
-    def read(function: Callable[..., Returned]) -> TrainingFunction[Returned]:
+    def __init__(self, function: Callable[..., Returned]) -> None:
         """Read the signature of a function, or say why it cannot be meant."""
-        name = getattr(function, "__name__", type(function).__name__)
+        self.function = function
+        self.name = name = getattr(function, "__name__", type(function).__name__)
         if not callable(function):
             raise InvalidInputError(f"find_batch_size decorates a function; received {shortened(function)}.")
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
             raise InvalidInputError(f"{name} does not run when it is called: find_batch_size takes plain functions.")
-        full = inspect.signature(function)
+        self.full = full = inspect.signature(function)
         first = next(iter(full.parameters.values()), None)
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         if first is None or first.kind not in by_position or first.name in ("self", "accumulation"):
@@ -79,9 +211,9 @@ class TrainingFunction(Generic[Returned]):
                 f"the first parameter of {name} must be the batch size; its signature is {name}{full}.",
                 remedy=f"def {name}(batch_size, ...), a function rather than a method",
             )
-        accumulates = "accumulation" in full.parameters
+        self.size_name, self.accumulates = first.name, "accumulation" in full.parameters
         others = [p for p in full.parameters.values() if p.name not in (first.name, "accumulation")]
-        return TrainingFunction(function, name, full, full.replace(parameters=others), first.name, accumulates)
+        self.public = full.replace(parameters=others)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the caller's arguments by name, or say how to call."""
@@ -142,10 +274,6 @@ class Sizes:
         """The next size that may be passed; one more sample if there is none."""
         return _next_above(self.allowed, size)
 
-    def search(self, *, start: int) -> Generator[int, Seen, None]:
-        """Search these sizes from one near the start."""
-        return by_doubling_among(self.allowed, cap=self.cap.size, start=start)
-
     def conclude(self, series: Series) -> Series:
         """Return a series that speaks of the next divisor in place of one more sample."""
         if self.effective is None or series.micro_batch is None:
@@ -178,16 +306,13 @@ def by_doubling_among(sizes: Sequence[int], *, cap: int, start: int = 1) -> Gene
     (6, 15, 10)
     """
     search = by_doubling(cap, start=start)
-    proposed = next(search)
-    while True:
+    proposed = next(search, None)
+    while proposed is not None:
         seen = yield _at_or_below(sizes, proposed)
         if seen.fits:
             # All that would be rounded down to this size is answered with it.
             seen = Seen(_next_above(sizes, seen.micro_batch) - 1, fits=True)
-        try:
-            proposed = search.send(seen)
-        except StopIteration:
-            return
+        proposed = next_size(search, seen)
 
 
 def _at_or_below(sizes: Sequence[int], size: int) -> int:
@@ -214,20 +339,9 @@ def _well_divisible(number: int) -> int:
 _LARGEST_SIZE = 8192
 
 
-@dataclass(frozen=True)
-class FinderOptions:
+class _Options(TypedDict, total=False):
     """How to search, as `find_batch_size` documents it."""
 
-    on: str | None
-    memory: str | int | None
-    limit: int | None
-    effective_batch: int | None
-    max_trials: int
-    margin: float
-    progress: Callable[[str], None] | None
-
-
-class _Options(TypedDict, total=False):
     on: str | None
     memory: str | int | None
     limit: int | None
@@ -282,22 +396,31 @@ def find_batch_size(
     - `limit`: the largest size to try (default: 8,192). `max_trials`: how many sizes to try at most.
     - `progress`: called with a line of text per event.
     """
-    options = FinderOptions(on, memory, limit, effective_batch, max_trials, margin, progress)
-    decorate = functools.partial(BatchSizeFinder, start=starting_batch_size, options=options)
+    decorate = functools.partial(
+        BatchSizeFinder,
+        start=starting_batch_size,
+        on=on,
+        memory=memory,
+        limit=limit,
+        effective_batch=effective_batch,
+        max_trials=max_trials,
+        margin=margin,
+        progress=progress,
+    )
     return decorate if function is None else decorate(function)
 
 
 class BatchSizeFinder(Generic[Returned]):
     """A decorated function; `last_fit` is what its last call found."""
 
-    def __init__(self, function: Callable[..., Returned], *, start: int, options: FinderOptions) -> None:
+    def __init__(self, function: Callable[..., Returned], *, start: int, **options: Unpack[_Options]) -> None:
         self.last_fit: Fit | None = None
         self._options = options
-        self._called = called = TrainingFunction.read(function)
+        self._called = called = TrainingFunction(function)
         self._start = whole_number(start, "starting batch size")
-        self._max_trials = whole_number(options.max_trials, "max trials")
-        self._say = options.progress or (lambda _: None)
-        effective = options.effective_batch
+        self._max_trials = whole_number(options["max_trials"], "max trials")
+        self._say = options["progress"] or (lambda _: None)
+        effective = options["effective_batch"]
         if effective is not None and not called.accumulates:
             raise InvalidInputError(
                 f"effective_batch={shortened(effective)} was given, but {called.name} has no parameter named "
@@ -305,8 +428,11 @@ class BatchSizeFinder(Generic[Returned]):
                 remedy=f"def {called.name}({called.size_name}, accumulation, ...)",
             )
         effective = self._start if effective is None else effective
+        limit = options["limit"]
         self._sizes = Sizes.within(
-            self._read_cap(options.limit),
+            Cap(max(_LARGEST_SIZE, self._start), Cause.LARGEST)
+            if limit is None
+            else Cap(whole_number(limit, "limit"), Cause.LIMIT),
             effective=whole_number(effective, "effective batch") if called.accumulates else None,
         )
         functools.update_wrapper(self, function)
@@ -337,7 +463,7 @@ class BatchSizeFinder(Generic[Returned]):
             raise
 
     def _find(self, arguments: dict[str, Any]) -> Fit:
-        on = self._options.on or default_device()
+        on = self._options["on"] or default_device()
         # As keywords of a partial, so that what the caller hands in is looked into as the function's own things are.
         called = functools.partial(self._called.function, **arguments)
         with untouched(called, accelerator=None if on == "cpu" else torch.device(on)) as keep:
@@ -345,7 +471,7 @@ class BatchSizeFinder(Generic[Returned]):
 
     def _find_on(self, on: str, arguments: dict[str, Any], reached: list[Any], keep: Keep) -> Fit:
         held_bytes = live_bytes(reached)
-        budget = open_budget(on, self._options.memory, margin=self._options.margin, held_bytes=held_bytes)
+        budget = open_budget(on, self._options["memory"], margin=self._options["margin"], held_bytes=held_bytes)
         calls = CutCalls(
             self._called.name,
             functools.partial(self._called.run, arguments),
@@ -381,10 +507,9 @@ class BatchSizeFinder(Generic[Returned]):
         def probe(size: int) -> Outcome:
             return calls.probe(size, accumulation=self._sizes.accumulation(size))
 
-        search = self._sizes.search(start=self._start)
         try:
             series = run_series(
-                search,
+                by_doubling_among(self._sizes.allowed, cap=self._sizes.cap.size, start=self._start),
                 probe,
                 cap=self._sizes.largest,
                 max_trials=self._max_trials,
@@ -396,11 +521,6 @@ class BatchSizeFinder(Generic[Returned]):
                 error.add_note(calls.last_words())
             raise
         return self._sizes.conclude(series)
-
-    def _read_cap(self, limit: int | None) -> Cap:
-        if limit is not None:
-            return Cap(whole_number(limit, "limit"), Cause.LIMIT)
-        return Cap(max(_LARGEST_SIZE, self._start), Cause.LARGEST)
 
 
 def keep_effective_batch(effective: int, largest: int) -> tuple[Plan, list[str]]:

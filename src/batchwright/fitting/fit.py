@@ -3,49 +3,65 @@
 Promises:
 - the answer ran full steps on the device, within the budget; it says what the next size did, or why it was not tried;
 - what is the user's comes back as it was, whatever happens;
-- if the peak can be predicted, two to four probes; if only yes or no is known, doubling and halving.
+- if the peak can be predicted, two to four probes; if only yes or no is known, doubling and halving;
+- what can be loaded by another process is known as such;
+- the longest samples of a dataset are found by reading it through its own `__getitem__`: they decide whether a run
+  survives its worst batch; a set too large to read in the time is read as far as that goes, and the result says so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from batchwright.device.device import default_device
 from batchwright.errors import InvalidInputError
-from batchwright.fitting.across_ranks import AcrossRanks, Ranks
-from batchwright.fitting.budget import Budget, open_budget
 from batchwright.fitting.cache import AnswerBook
+from batchwright.fitting.child import Job
 from batchwright.fitting.driver import find_cap, fit_shapes
-from batchwright.fitting.messages import Job
-from batchwright.fitting.probers import InChild, InProcess, OnSimulatedCard, PlainStep, add_margin, budget_on
+from batchwright.fitting.probers import (
+    Budget,
+    InChild,
+    InProcess,
+    OnSimulatedCard,
+    PlainStep,
+    Prober,
+    Ranks,
+    add_margin,
+    budget_on,
+    open_budget,
+    refuse_spread,
+)
 from batchwright.fitting.request import FitRequest
-from batchwright.fitting.work import Work, longest_first, read_work
-from batchwright.memory.estimate import check_shape
 from batchwright.memory.on_card import card_named, read_settings
 from batchwright.ranks.meeting import find_place
-from batchwright.ranks.session import on_all_ranks, together
-from batchwright.state.interrupts import temporary_folder
-from batchwright.state.untouched import untouched
+from batchwright.ranks.session import Session, on_all_ranks, together
+from batchwright.state.process_state import temporary_folder
+from batchwright.state.untouched import Keep, untouched
+from batchwright.targets import load_workload
 from batchwright.trace.run import check_batches
+from batchwright.units import shortened
+from batchwright.workload import Program, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     from batchwright.catalogue.cards import Card
     from batchwright.fitting.fit_result import Fit
-    from batchwright.fitting.probers import Prober
-    from batchwright.fitting.work import Step
-    from batchwright.state.untouched import Keep
-    from batchwright.workload import Workload
+    from batchwright.fitting.probers import Step
 
 
 @on_all_ranks("fit")
 def fit(
-    work: Workload | Step | str,
+    work: Workload | Step | Program | str,
     *,
     on: str | None = None,
     memory: str | int | None = None,
@@ -76,7 +92,8 @@ def fit(
     >>> result.micro_batch, result.next_size.micro_batch, result.next_size.outcome
     (37, 38, 'out_of_memory')
 
-    - `work`: a workload, a plain `step(n)`, or a target such as "train.py:workload", whose probes run in subprocesses.
+    - `work`: a workload, a `bw.Script`, a plain `step(n)`, or a target such as "train.py:workload", whose probes run in
+      subprocesses.
     - `on`: a device of this machine (default: its accelerator, or cpu), or a card of the catalogue such as
       "a100-40gb": the steps are then traced on a simulated one.
     - `memory`: a budget such as "16GiB" (default: what is free); `margin`: the share of it to keep free.
@@ -112,6 +129,8 @@ def fit(
         cache=cache,
     )
     say = progress or (lambda _: None)
+    if isinstance(work, Program):
+        return work.answer_fit(request, say)  # type: ignore[no-any-return]
     item, state = read_work(work), tuple(state)
     if item.step is not None:
         return _fit_step(item.step, item.name, request, state, say)
@@ -138,8 +157,6 @@ def _fit_workload(work: Work, workload: Workload, request: FitRequest, say: Call
     card = card_named(request.on, memory=request.memory) if request.is_on_card else None
     is_traced = card is not None or in_children
     accelerator = None if is_traced else _accelerator(request.on)
-    for shape in request.shapes:
-        check_shape(workload, shape)
     with untouched(workload, accelerator=accelerator, is_traced=is_traced) as keep:
         for shape in request.shapes:
             check_batches(workload, shape)
@@ -229,26 +246,19 @@ def _here(task: FitTask) -> Fit:
 def _in_children(task: FitTask) -> Fit:
     """Run the probes in subprocesses; if there are ranks, in child ranks."""
     with together("fit") as session:
-        return _in_child_ranks(task, None if session.is_alone else Ranks(session))
-
-
-def _in_child_ranks(task: FitTask, ranks: Ranks | None) -> Fit:
-    job = task.job if ranks is None else replace(task.job, on=ranks.own_device(task.job.on))
-    memory, margin = task.request.memory, task.request.margin
-    own = open_budget(job.on, memory, margin=margin, sharers=ranks.local_world_size if ranks else 1)
-    budget = own if ranks is None else replace(own, limit_bytes=ranks.least(own.limit_bytes))
-    if ranks is not None:
-        task = replace(task, say=ranks.session.ticking(task.say))
-
-    def run(job: Job) -> Fit:
-        return task.search(job, InChild(job) if ranks is None else AcrossRanks(job, ranks), budget)
-
-    with _loadable(task.work, replace(job, limit_bytes=own.probe_bytes), ranks) as ready:
-        if ranks is None:
-            return task.answer(run, ready)
-        if not ranks.leads:
-            return ranks.follow(ready)
-        return ranks.lead(lambda: task.answer(run, ready))
+        job, request = replace(task.job, on=session.own_device(task.job.on)), task.request
+        budget = open_budget(job.on, request.memory, margin=request.margin, sharers=session.place.local_world_size)
+        job = replace(job, limit_bytes=budget.probe_bytes)
+        if session.is_alone:
+            with _loadable(task.work, job, session) as ready:
+                return task.answer(lambda job: task.search(job, InChild(job), budget), ready)
+        ranks = Ranks(session)
+        least = replace(budget, limit_bytes=ranks.least(budget.limit_bytes))
+        task = replace(task, say=session.ticking(task.say))
+        with _loadable(task.work, job, session) as ready:
+            if session.rank != 0:
+                return ranks.follow(ready)
+            return ranks.lead(lambda: task.answer(lambda job: task.search(job, InChild(job, ranks), least), ready))
 
 
 def _accelerator(on: str) -> torch.device | None:
@@ -262,14 +272,136 @@ def _settle_budget(prober: InProcess | PlainStep, request: FitRequest) -> Budget
 
 
 @contextlib.contextmanager
-def _loadable(work: Work, job: Job, ranks: Ranks | None) -> Iterator[Job]:
+def _loadable(work: Work, job: Job, session: Session) -> Iterator[Job]:
     """Give the job a file to load the workload from, if it has no target."""
     if work.target is not None:
         yield job
         return
     with temporary_folder() as folder:
-        if ranks is not None:
-            ranks.session.folders.append(str(folder))
+        session.folders.append(str(folder))
         pickled = folder / "workload"
-        pickled.write_bytes(work.pickled())
+        try:
+            pickled.write_bytes(pickle.dumps(work.workload))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise InvalidInputError(
+                f"the workload cannot be handed to another process: {error}.",
+                remedy='bw.fit("train.py:workload"), which a child loads by itself; or functions in place of lambdas',
+            ) from None
         yield replace(job, pickled=str(pickled))
+
+
+@dataclass(frozen=True)
+class Work:
+    """A workload, with the target another process loads it from if there is one; or a plain step."""
+
+    name: str
+    workload: Workload | None = None
+    target: str | None = None
+    step: Step | None = None
+
+
+def read_work(given: Workload | Step | str) -> Work:
+    """Recognise what was handed in, and check it."""
+    if isinstance(given, str):
+        workload = load_workload(given)
+        return Work(workload.name, _check(workload), target=given)
+    if isinstance(given, Workload):
+        return Work(given.name, _check(given))
+    if not callable(given):
+        raise InvalidInputError(
+            "fit takes a Workload, a function step(n), or a target such as train.py:workload; "
+            f"received {shortened(given)}."
+        )
+    if _takes(given, 1):
+        return Work(getattr(given, "__name__", "step"), step=given)
+    if not _takes(given, 0):
+        raise InvalidInputError(f"a step is called with the number of samples alone; received {shortened(given)}.")
+    workload = given()  # type: ignore[call-arg]
+    if not isinstance(workload, Workload):
+        raise InvalidInputError(
+            f"{getattr(given, '__name__', 'the function')}() takes no size, so it should make a Workload; "
+            f"it returned {shortened(workload)}.",
+            remedy="def step(n): ..., which takes the number of samples",
+        )
+    return Work(workload.name, _check(workload), target=_target_of(given))
+
+
+def _target_of(function: Any) -> str | None:
+    """Return `path.py:function` for a function that stands at the top of a file; None for any other."""
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    name = getattr(function, "__qualname__", "")
+    file = getattr(module, "__file__", None)
+    if file is None or getattr(module, name, None) is not function or not Path(file).is_file():
+        return None
+    return f"{file}:{name}"
+
+
+def _takes(function: Any, num_arguments: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(num_arguments))
+    except TypeError:
+        return False
+    except ValueError:
+        return num_arguments == 1  # some builtins have no signature
+    return True
+
+
+def _check(workload: Workload) -> Workload:
+    if workload.data is not None and len(workload.data) == 0:
+        raise InvalidInputError("the workload's data is empty: there is no sample to probe with.")
+    refuse_spread(workload.model)
+    return workload
+
+
+# Long enough for most sets; a larger one is read as far as this goes.
+_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class LongestFirst:
+    """Numbers of samples, longest first; None if all that were read are equally long, so that any will do."""
+
+    order: tuple[int, ...] | None
+    note: str
+
+
+def longest_first(data: Any, *, most: int, say: Callable[[str], None], seconds: float = _SECONDS) -> LongestFirst:
+    """Read the samples and order them by length; at most `most` numbers are returned.
+
+    >>> longest_first([torch.zeros(3), torch.zeros(9), torch.zeros(5)], most=2, say=print).order
+    (1, 2)
+    """
+    say(f"reading {len(data):,} samples for the longest") if len(data) > 1000 else None
+    sizes: list[int] = []
+    end = time.monotonic() + seconds
+    for index in range(len(data)):
+        sizes.append(measure_length(data[index]))
+        if time.monotonic() > end:
+            break
+    read = "" if len(sizes) == len(data) else f" of the first {len(sizes):,} of {len(data):,} samples"
+    if len(set(sizes)) <= 1:
+        return LongestFirst(None, f"all samples read are equally long{read and ','}{read}" if read else "")
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    # Those that were not read come last, so that sizes beyond what was read can still be tried.
+    order += range(len(sizes), len(data))
+    return LongestFirst(tuple(order[:most]), f"the longest samples{read} were probed")
+
+
+def measure_length(sample: Any) -> int:
+    """Count the numbers in a sample: elements of tensors and arrays, entries of lists, characters of texts.
+
+    >>> measure_length({"ids": torch.zeros(4, 2), "text": "abc", "label": 1})
+    12
+    """
+    return sum(_count(leaf) for leaf in tree_leaves(dict(sample) if isinstance(sample, Mapping) else sample))
+
+
+def _count(leaf: Any) -> int:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.numel()
+    size = getattr(leaf, "size", None)
+    if isinstance(size, int):
+        return size  # a numpy array
+    if isinstance(size, tuple):
+        return int(torch.Size(size).numel())  # an image
+    return len(leaf) if isinstance(leaf, str | bytes) else 1

@@ -51,6 +51,8 @@ class Restored:
 
     covered: tuple[str, ...] = ()
     not_covered: tuple[str, ...] = ()
+    untouched: str = ""
+    """Why nothing had to be restored; empty if something had to."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,7 +150,7 @@ class Fit(PrintedResult):
             "trials": tuple(Outcome.from_dict(trial) for trial in data["trials"]),
             "next_size": NextSize(**data["next_size"]) if data["next_size"] else None,
             "line": MemoryLine(**data["line"]) if data["line"] else None,
-            "restored": Restored(**{name: tuple(words) for name, words in data["restored"].items()}),
+            "restored": Restored(tuple(data["restored"]["covered"]), tuple(data["restored"]["not_covered"])),
             "shapes": tuple(map(Fit.from_dict, data["shapes"])),
             "evaluation": Fit.from_dict(data["evaluation"]) if data["evaluation"] else None,
             "notes": tuple(data["notes"]),
@@ -160,12 +162,6 @@ class Fit(PrintedResult):
         from batchwright.report.text.fit_text import draw_fit
 
         return draw_fit(self)
-
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import table_to_html
-        from batchwright.report.text.fit_text import fit_columns, fit_remarks, summarize_fit
-
-        return table_to_html(summarize_fit(self), fit_columns(self), fit_remarks(self))
 
 
 def name_shape(shape: Mapping[str, Any]) -> str:
@@ -182,6 +178,4 @@ def limited_peak(trial: Outcome) -> int | None:
     peak = trial.peak_bytes
     if peak is None:
         return None
-    if peak.reserved is not None:
-        return peak.reserved
-    return peak.device if peak.device is not None else peak.allocated
+    return next((amount for amount in (peak.reserved, peak.device, peak.allocated) if amount is not None), None)

@@ -1,64 +1,191 @@
-"""The ways to run a probe: in this process on live objects, in a fresh process, or traced on a simulated card.
+"""The ways to run a probe, and how many bytes it may take.
+
+A probe runs in this process, in a fresh one, in one of each rank, or is traced on a simulated card.
+
+A process group with one rank stuck in a collective cannot be recovered from within. So the ranks that torchrun
+started never run a step: each starts a child, the children form a group with a rendezvous of their own, and when one
+of them ends badly the others are ended from outside.
 
 Promises:
+- a budget is never more than was asked for, and never so much that the kernel would kill a process for it; what an
+  earlier step in this process has paid once is charged to every probe;
 - in this process, everything that is the user's comes back after each probe, however it ended;
 - a plain step is called once per probe;
-- a fresh process is never a fork: one that has run torch cannot be forked safely. It loads the target itself and runs
-  under the limit; one that is killed or crashes is an outcome, not an error of ours, one that somebody ends is neither
-  an outcome nor the user's mistake; an interrupt ends it too;
+- of several ranks rank 0 leads: it searches, the others run what it asks for, and all return the same answer or raise
+  the same error;
+- out of memory, an exception or a dead child on one rank ends the probe on all of them within a second;
+- a child that hangs while others wait for it is found by the session of the children, a leader by that of the ranks;
 - on a simulated card the search is the same as on a real device, and so is what ends it: `torch.OutOfMemoryError`;
-  nothing runs there, so nothing is certified and nothing of the user's is touched.
+  nothing runs there, so nothing is certified and nothing of the user's is touched;
+- a live model that is already spread over ranks is refused, with the reason.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchwright.catalogue.cards import context_of
+from batchwright.catalogue.cards import Card, context_of
 from batchwright.device.device import open_device, open_limited
-from batchwright.device.host import clear_kernel_buffers, live_bytes
-from batchwright.device.out_of_memory import find_rule
+from batchwright.device.host import (
+    HostDevice,
+    can_limit,
+    clear_kernel_buffers,
+    give_back,
+    holes_filled,
+    live_bytes,
+    read_memory,
+    room_under_the_limit,
+)
 from batchwright.device.outcome import Outcome, judge
-from batchwright.device.process_memory import PINNED_ENVIRONMENT, give_back
-from batchwright.device.step import StepSettings, build_model, build_optimizers, build_scaler
-from batchwright.errors import BatchwrightError, NothingFitsError
-from batchwright.fitting.budget import Budget, FirstCosts
-from batchwright.fitting.fit_result import Restored
-from batchwright.fitting.messages import CRASHED, STOPPED, ProbeReport
-from batchwright.fitting.work import refuse_spread
+from batchwright.device.step import Device, StepSettings, build_model, build_optimizers, build_scaler
+from batchwright.errors import (
+    BatchwrightError,
+    InvalidInputError,
+    NothingFitsError,
+    RankFailedError,
+    StepFailedError,
+)
+from batchwright.fitting.child import STOPPED, Instruction, Job, ProbeReport, Rendezvous, probe_in_child
+from batchwright.fitting.fit_result import Fit, Restored
 from batchwright.memory.estimate import without_torchs_own_log
 from batchwright.memory.on_card import upper_on_card
+from batchwright.ranks.meeting import failure_of, is_consequence
 from batchwright.simulated.card import SimulatedCard
 from batchwright.state.held_objects import held_objects
-from batchwright.state.interrupts import temporary_folder, uninterrupted
-from batchwright.state.untouched import BEYOND_REACH
+from batchwright.state.untouched import BEYOND_REACH, Keep
 from batchwright.trace.run import trace_workload
-from batchwright.units import format_bytes
+from batchwright.units import PeakBytes, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from batchwright.catalogue.cards import Card
-    from batchwright.fitting.fit_result import Fit
-    from batchwright.fitting.messages import Job
     from batchwright.fitting.request import FitRequest
-    from batchwright.fitting.work import Step
+    from batchwright.ranks.session import Session
     from batchwright.simulated.allocator.settings import AllocatorSettings
-    from batchwright.state.untouched import Keep
     from batchwright.workload import Workload
+
+    Step = Callable[[int], Any]
+
+
+_DEFAULT_STACK_BYTES = 8 * 2**20
+
+
+class FirstCosts:
+    """Bytes that a process takes once, with its first step: stacks of threads, tables that kernels keep.
+
+    A fresh process pays them inside its budget. One that has run before has paid already, and would find a larger size
+    than a fresh one can run. So they are charged to every probe: stacks that exist when the search begins, and what
+    the first probe leaves behind.
+    """
+
+    def __init__(self) -> None:
+        self.charged_bytes = _stacks_of_torchs_threads()
+        self._is_known = False
+
+    @contextmanager
+    def learnt(self) -> Iterator[None]:
+        """Run the first probe in here: what it leaves behind is charged to the next ones."""
+        if self._is_known:
+            yield
+            return
+        before = _held_bytes()
+        yield
+        self.charged_bytes += max(0, _held_bytes() - before)
+        self._is_known = True
+
+
+def _held_bytes() -> int:
+    gc.collect()
+    clear_kernel_buffers()
+    with holes_filled() as free_bytes:
+        reading = read_memory()
+    return 0 if reading is None else reading.data - free_bytes
+
+
+def _stacks_of_torchs_threads() -> int:
+    """Stacks of threads that torch has started already; one of somebody else's has nothing to do with a step."""
+    tasks = Path("/proc/self/task")
+    if sys.platform != "linux" or not tasks.is_dir():
+        return 0
+    import resource
+
+    size = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    size = _DEFAULT_STACK_BYTES if size == resource.RLIM_INFINITY else size
+    return min(len(os.listdir(tasks)) - 1, torch.get_num_threads() - 1) * size
+
+
+# Left to everything else on the machine, of what is free.
+_KEPT_SHARE, _KEPT_BYTES = 0.05, 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes there are, and the fewer that a probe may take so that the margin stays free."""
+
+    limit_bytes: int | None
+    margin: float = 0.0
+    notes: tuple[str, ...] = ()
+    was_asked: bool = False
+    is_tight: bool = True
+    """Somebody set it, or a card has it: it is meant to be filled. Not so the free memory of a whole machine."""
+    is_host: bool = False
+    """It is main memory, of which two runs of one step never take quite the same."""
+
+    @property
+    def probe_bytes(self) -> int | None:
+        """What a probe is held to."""
+        return None if self.limit_bytes is None else int(self.limit_bytes * (1 - self.margin))
+
+
+def open_budget(
+    on: str, memory: str | int | None, *, margin: float = 0.0, held_bytes: int = 0, sharers: int = 1
+) -> Budget:
+    """Settle the bytes for a device: the amount asked for, or what is free.
+
+    `held_bytes` are those of a live model: they belong to a budget, and so add to what is free. `sharers` ranks on
+    one machine share what is free in its memory.
+
+    >>> open_budget("cpu", "64MiB", margin=0.05).probe_bytes // 2**10
+    62259
+    """
+    if not 0 <= margin < 1:
+        raise InvalidInputError(f"margin must be at least 0 and below 1, such as 0.05; received {margin!r}.")
+    wanted = None if memory is None else parse_bytes(memory)
+    was_asked = wanted is not None
+    device = open_device(on)
+    free = device.free_bytes
+    notes: list[str] = []
+    if isinstance(device, HostDevice):
+        # The machine's memory is shared by its ranks; a limit that somebody set (ulimit -d, a batch system) is on each.
+        room = room_under_the_limit()
+        if free is not None:
+            free = max(1, free - max(int(free * _KEPT_SHARE), _KEPT_BYTES)) // sharers
+        is_limited = room is not None and (free is None or room < free)
+        free = room if is_limited else free
+        free = None if free is None else free + held_bytes
+        if is_limited and free is not None and (wanted is None or wanted > free):
+            notes.append(f"the memory of this process is limited (ulimit -d), which leaves {format_bytes(free)}")
+        if not can_limit():
+            notes.append("this system keeps no limit on memory: the bytes of tensors were counted instead")
+    if wanted is not None and free is not None and wanted > free:
+        notes.append(f"{format_bytes(wanted)} were requested, but only {format_bytes(free)} are available here")
+        wanted = free
+        was_asked = False
+    is_tight = wanted is not None or on != "cpu" or room_under_the_limit() is not None
+    limit = free if wanted is None else wanted
+    return Budget(limit, margin, tuple(notes), was_asked, is_tight, is_host=isinstance(device, HostDevice))
 
 
 class Prober(Protocol):
@@ -81,161 +208,206 @@ class Prober(Protocol):
 
 @dataclass(frozen=True)
 class InChild:
-    """Each probe in a fresh process that loads the workload by itself."""
+    """Each probe in a fresh process that loads the workload by itself; if there are ranks, in one of each rank."""
 
     job: Job
-    where: str = "each probe in a process of its own"
+    ranks: Ranks | None = None
 
     @property
     def on(self) -> str:
-        """The device."""
+        """The device, as each rank sees it."""
         return self.job.on
 
+    @property
+    def where(self) -> str:
+        """Where probes run, in words."""
+        processes = "a process" if self.ranks is None else f"{self.ranks.session.world_size} child ranks"
+        return f"each probe in {processes} of its own"
+
     def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
-        """Run one probe."""
-        return probe_in_child(replace(self.job, micro_batch=micro_batch, shape=dict(shape)))
+        """Run one probe, on all ranks if there are any."""
+        job = replace(self.job, micro_batch=micro_batch, shape=dict(shape))
+        return probe_in_child(job) if self.ranks is None else self.ranks.ask(job)
 
     def restored(self) -> Restored:
-        """Nothing of this process was touched."""
-        return Restored(("everything, as the probes ran in processes of their own",), ())
+        """Nothing of these processes was touched."""
+        return Restored(("everything",), untouched="probes ran in subprocesses")
 
 
-# How often a parent looks whether its child has ended.
-_POLL_SECONDS = 0.02
-# Signals that end a process if memory cannot be had and nobody checked: no null check, an exception in a thread.
-_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
-# Signals that somebody else sends to have a process end.
-_FROM_OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+def join_verdicts(reports: Sequence[ProbeReport]) -> Outcome:
+    """Join the reports of all ranks: one that does not fit speaks for all; if all fit, the largest peak.
+
+    >>> from batchwright.device.outcome import Outcome
+    >>> fits = Outcome(8, {}, "fits", PeakBytes(device=10), seconds=1.0, step_seconds=0.5)
+    >>> cut_off = Outcome(8, {}, "failed", None, seconds=2.0, rule="stopped")
+    >>> full = Outcome(8, {}, "out_of_memory", None, seconds=2.0, error="no room")
+    >>> join_verdicts([ProbeReport(fits), ProbeReport(cut_off), ProbeReport(full)]).error
+    'rank 2: no room'
+
+    An error that a rank raised deliberately is raised here. The rank that ran out of memory pulls the others down with
+    it: their failures are consequences, and so are those that only tell of a lost peer. If nobody ran out, the first
+    to fail is the cause.
+    """
+    outcomes = {rank: report.outcome for rank, report in enumerate(reports) if report.outcome is not None}
+    errors = {rank: report.error for rank, report in enumerate(reports) if report.error is not None}
+    full = {rank: outcome for rank, outcome in outcomes.items() if outcome.verdict == "out_of_memory"}
+    failed = {rank: end for rank, end in outcomes.items() if end.verdict == "failed" and end.rule != STOPPED}
+    causes = {rank: outcome for rank, outcome in failed.items() if not is_consequence(outcome.error or "")}
+    if full:
+        return _first(full)
+    for rank, error in sorted(errors.items(), key=lambda item: isinstance(item[1], RankFailedError)):
+        if not isinstance(error, RankFailedError) or not causes:
+            raise _of_rank(error, rank)
+    if failed:
+        return _first(causes or failed)
+    slowest = max(outcomes.values(), key=lambda outcome: outcome.step_seconds or 0.0)
+    return replace(slowest, peak_bytes=_largest([outcome.peak_bytes for outcome in outcomes.values()]))
 
 
-@dataclass
-class Child:
-    """One running probe."""
+def _first(bad: Mapping[int, Outcome]) -> Outcome:
+    rank = min(bad, key=lambda rank: bad[rank].seconds)
+    outcome = bad[rank]
+    return replace(
+        outcome,
+        error=f"rank {rank}: {outcome.error}" if outcome.error else None,
+        traceback=f"rank {rank} raised:\n{outcome.traceback}" if outcome.traceback else None,
+    )
 
-    job: Job
-    folder: Path
-    process: subprocess.Popen[bytes]
-    started: float
 
-    @staticmethod
-    def start(job: Job, folder: Path) -> Child:
-        """Start a process that runs the job; its files are put into the folder, which must be empty."""
-        (folder / "job.json").write_text(json.dumps(job.to_dict()))
-        # Its own session: Ctrl-C at the terminal reaches us alone, and we end the child and all that it started.
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "batchwright.fitting.child", str(folder / "job.json"), str(folder / "answer")],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **PINNED_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-                start_new_session=True,
-            )
-        return Child(job, folder, process, time.perf_counter())
+def _of_rank(error: BatchwrightError, rank: int) -> BatchwrightError:
+    """Return the error with the rank it came from."""
+    if isinstance(error, StepFailedError):
+        return StepFailedError(f"rank {rank} raised:\n{error.problem}")
+    if not isinstance(error, RankFailedError):
+        error.add_note(f"(rank {rank})")
+    return error
 
-    def has_ended(self) -> bool:
-        """Whether the process is gone."""
-        return self.process.poll() is not None
 
-    def kill(self) -> None:
-        """End it and everything it started."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+def _largest(peaks: Sequence[PeakBytes | None]) -> PeakBytes | None:
+    known = [asdict(peak) for peak in peaks if peak is not None]
+    if not known:
+        return None
+    kinds = {kind: [peak[kind] for peak in known if peak[kind] is not None] for kind in known[0]}
+    return PeakBytes(**{kind: max(amounts, default=None) for kind, amounts in kinds.items()})
 
-    def outcome(self) -> Outcome:
-        """Read how it ended."""
-        answer = self.folder / "answer"
-        if answer.exists():
-            return ProbeReport.from_dict(json.loads(answer.read_text())).unwrap()
-        return self._died()
 
-    def _died(self) -> Outcome:
-        code = self.process.returncode
-        output = (self.folder / "log").read_text(errors="replace")[-4000:].strip()
-        job = self.job
-        ended = Outcome(
-            job.micro_batch,
-            job.shape,
-            "failed",
-            None,
-            time.perf_counter() - self.started,
-            accumulation=job.accumulation,
+class Ranks:
+    """The ranks that search together."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.number = session, 0
+        self._prefix = session.new_group_prefix()
+
+    def least(self, amount: int | None) -> int | None:
+        """Return the smallest amount that any rank has; None if some rank does not know."""
+        amounts = self.session.gather(f"{self._prefix}/limit", amount)
+        return None if None in amounts else min(amounts)
+
+    def run(self, job: Job) -> Outcome:
+        """Run this rank's part of probe `number` and return the verdict of all."""
+        session, name = self.session, f"{self._prefix}/probe/{self.number}"
+        assert session.address is not None
+        meeting = Rendezvous(
+            host=session.address.host,
+            port=session.address.port,
+            prefix=f"{session.prefix}/{name}",
+            rank=session.rank,
+            world_size=session.world_size,
+            local_rank=session.place.local_rank,
         )
-        rule = find_rule(RuntimeError(output))
-        if code == -signal.SIGKILL:
-            message = "the process was killed, as the system does when memory runs out"
-            return replace(ended, verdict="out_of_memory", rule="killed", error=message)
-        if rule is not None and code != 0:
-            return replace(ended, verdict="out_of_memory", rule=rule.name, error=output.splitlines()[-1])
-        if -code in _CRASHES and job.limit_bytes is not None:
-            name = signal.Signals(-code).name
-            message = f"the process ended by {name} under its limit"
-            doubt = "a crash that has nothing to do with memory ends the same way"
-            return replace(
-                ended, verdict="out_of_memory", rule=CRASHED, error=message, doubt=doubt, traceback=output or None
-            )
-        if -code in _FROM_OUTSIDE:
-            raise BatchwrightError(
-                f"the process that ran micro-batch {job.micro_batch:,} was ended by {signal.Signals(-code).name}: that "
-                "says nothing of your step or of the memory.",
-                remedy="the same again, once whatever ends processes here (a scheduler, a time limit) lets it run",
-            )
-        message = f"the process ended with code {code} and no answer"
-        return replace(ended, error=message, traceback=f"{output}\n{message}".strip())
+        stop = f"{name}/stop"
+        with session.delegated():
+            try:
+                outcome = probe_in_child(replace(job, rendezvous=meeting), until=lambda: session.check(stop))
+                report = ProbeReport(outcome)
+            except BatchwrightError as error:
+                if error.is_printed_elsewhere is not None:
+                    raise
+                report = ProbeReport(error=error)
+            if report.outcome is None or not report.outcome.fits:
+                session.store.set(stop, "1")
+        rows = session.gather(f"{name}/verdict", report.to_dict())
+        return join_verdicts([ProbeReport.from_dict(row) for row in rows])
 
+    def ask(self, job: Job) -> Outcome:
+        """Lead: have every rank run this probe."""
+        self._publish(Instruction(job=job))
+        return self.run(job)
 
-def probe_in_child(job: Job, *, until: Callable[[], bool] | None = None) -> Outcome:
-    """Run one probe in a fresh process and wait for its end; `until` may say that waiting has no point any more."""
-    with temporary_folder() as folder:
-        child: Child | None = None
+    def lead(self, search: Callable[[], Fit]) -> Fit:
+        """Lead: search, and end the search on every rank, with the answer or with the error."""
         try:
-            with uninterrupted():
-                child = Child.start(job, folder)
-            while not child.has_ended():
-                if until is not None and until():
-                    child.kill()
-                    return replace(child.outcome(), verdict="failed", rule=STOPPED, error="stopped from outside")
-                time.sleep(_POLL_SECONDS)
-        finally:
-            if child is not None and not child.has_ended():
-                with uninterrupted():
-                    child.kill()
-        return child.outcome()
+            answer = replace(search(), ranks=self.session.world_size)
+        except BatchwrightError as error:
+            self._publish(Instruction(error=error))
+            raise
+        except Exception as error:
+            self._publish(Instruction(error=StepFailedError(failure_of(error, 0, self.session.where).message)))
+            raise
+        self._publish(Instruction(answer=answer))
+        return answer
+
+    def follow(self, own: Job) -> Fit:
+        """Run what rank 0 asks for until it ends the search."""
+        while True:
+            self.number += 1
+            row = json.loads(self.session.wait_for(f"{self._prefix}/ask/{self.number}"))
+            instruction = Instruction.from_dict(row)
+            if instruction.error is not None:
+                raise instruction.error
+            if instruction.answer is not None:
+                return instruction.answer
+            job = instruction.job
+            assert job is not None
+            self.run(replace(job, target=own.target, pickled=own.pickled, on=own.on, limit_bytes=own.limit_bytes))
+
+    def _publish(self, instruction: Instruction) -> None:
+        self.number += 1
+        self.session.store.set(f"{self._prefix}/ask/{self.number}", json.dumps(instruction.to_dict()))
 
 
-class InProcess:
-    """Probes of a workload in this process; what is live in it is restored."""
+class _Here:
+    """Probes in this process, of which `held` exists before them; `limit_bytes` holds each of them."""
 
     where = "in this process"
 
-    def __init__(self, workload: Workload, keep: Keep, request: FitRequest) -> None:
-        open_device(request.on)
-        self._keep = keep
-        self._request = request
-        try:
-            _meet_live_parts(workload)
-        finally:
-            keep.restore()
-        for thing in keep.live:
-            if isinstance(thing, nn.Module):
-                refuse_spread(thing)
-        self._workload = workload
-        self.on = request.on
-        self.held_bytes = live_bytes(keep.live)
+    def __init__(self, on: str, keep: Keep, held: Sequence[Any]) -> None:
+        refuse_spread(*held)
+        self.on, self._keep = on, keep
+        self.held_bytes = live_bytes(held)
         self._costs = FirstCosts()
         self.limit_bytes: int | None = None
 
-    def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
-        """Run one probe."""
-        device = open_limited(self.on, self.limit_bytes, held_bytes=self.held_bytes + self._costs.charged_bytes)
+    @contextmanager
+    def _device(self) -> Iterator[Device]:
         with self._costs.learnt():
-            settings = StepSettings(shape, self._request.accumulation, self._request.clip_norm)
-            return device.probe(self._workload, micro_batch, settings)
+            yield open_limited(self.on, self.limit_bytes, held_bytes=self.held_bytes + self._costs.charged_bytes)
 
     def restored(self) -> Restored:
         """What was restored."""
         return Restored(self._keep.covered, (*self._keep.not_kept, BEYOND_REACH))
+
+
+class InProcess(_Here):
+    """Probes of a workload in this process; what is live in it is restored."""
+
+    def __init__(self, workload: Workload, keep: Keep, request: FitRequest) -> None:
+        open_device(request.on)
+        self._workload, self._request = workload, request
+        try:
+            # Built once, so that what lives on outside of a probe is known before the first.
+            model = build_model(workload, torch.device("cpu"))
+            build_optimizers(workload, model)
+            build_scaler(workload)
+        finally:
+            keep.restore()
+        super().__init__(request.on, keep, keep.live)
+
+    def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
+        """Run one probe."""
+        settings = StepSettings(shape, self._request.accumulation, self._request.clip_norm)
+        with self._device() as device:
+            return device.probe(self._workload, micro_batch, settings)
 
     def give_back(self) -> None:
         """Put everything back once more, and give free memory to the system."""
@@ -244,30 +416,20 @@ class InProcess:
         give_back()
 
 
-class PlainStep:
+class PlainStep(_Here):
     """Probes of a function of n that trains by itself; what of its state can be found is restored."""
 
-    where = "in this process"
-
-    def __init__(self, step: Step, keep: Keep, *, on: str, state: Iterable[Any] = ()) -> None:
+    def __init__(self, step: Step, keep: Keep, *, on: str, state: Sequence[Any] = ()) -> None:
         open_device(on)
-        self._step, self._keep = step, keep
+        self._step = step
         self._has_worked: bool | None = None
-        given = list(state)
-        reached = [thing for thing in held_objects(step).values() if not any(thing is own for own in given)]
-        for thing in (*given, *reached):
-            if isinstance(thing, nn.Module):
-                refuse_spread(thing)
-        self._has_state = len(keep.refused) < len(given) + len(reached)
-        self.on = on
-        self.held_bytes = live_bytes([*given, *reached])
-        self._costs = FirstCosts()
-        self.limit_bytes: int | None = None
+        reached = [thing for thing in held_objects(step).values() if not any(thing is own for own in state)]
+        super().__init__(on, keep, [*state, *reached])
+        self._has_state = len(keep.refused) < len(state) + len(reached)
 
     def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
         """Call the step once."""
-        device = open_limited(self.on, self.limit_bytes, held_bytes=self.held_bytes + self._costs.charged_bytes)
-        with self._costs.learnt():
+        with self._device() as device:
             try:
                 return device.watch(lambda: self._timed(micro_batch, shape), micro_batch=micro_batch, shape=shape)
             finally:
@@ -280,10 +442,11 @@ class PlainStep:
 
     def restored(self) -> Restored:
         """What was restored."""
-        unknown = (
-            () if self._has_state else ("a model or optimizer that the step reaches: none was found, hand in state=",)
-        )
-        return Restored(self._keep.covered, (*unknown, *self._keep.not_kept, BEYOND_REACH))
+        restored = super().restored()
+        if self._has_state:
+            return restored
+        unknown = "a model or optimizer that the step reaches: none was found, hand in state="
+        return replace(restored, not_covered=(unknown, *restored.not_covered))
 
     def _timed(self, micro_batch: int, shape: Mapping[str, Any]) -> tuple[float, ...]:
         start = time.perf_counter()
@@ -307,13 +470,6 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _meet_live_parts(workload: Workload) -> None:
-    """Build model, optimizer and scaler once, so that what lives on outside of a probe is known before the first."""
-    model = build_model(workload, torch.device("cpu"))
-    build_optimizers(workload, model)
-    build_scaler(workload)
-
-
 class OnSimulatedCard:
     """Probes of a workload on one card of the catalogue."""
 
@@ -322,16 +478,9 @@ class OnSimulatedCard:
     def __init__(
         self, workload: Workload, card: Card, settings: AllocatorSettings, request: FitRequest, *, devices: int
     ) -> None:
-        self._workload = workload
-        self._card = card
-        self._settings = settings
-        self._request = request
-        self._devices = devices
-
-    @property
-    def on(self) -> str:
-        """The card."""
-        return self._card.name
+        self._workload, self._request, self._devices = workload, request, devices
+        self._card, self._settings = card, settings
+        self.on = card.name
 
     def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
         """Trace full steps on the card."""
@@ -351,7 +500,7 @@ class OnSimulatedCard:
 
     def restored(self) -> Restored:
         """Nothing ran, so nothing was changed."""
-        return Restored(("everything, as nothing ran",), ())
+        return Restored(("everything",), untouched="nothing ran")
 
 
 def budget_on(card: Card, margin: float) -> Budget:
@@ -385,3 +534,18 @@ def add_margin(fit: Fit, card: Card) -> Fit:
         )
     )
     return replace(fit, notes=(*fit.notes, f"predicted peaks, and with a margin: {listed}"))
+
+
+def refuse_spread(*things: Any) -> None:
+    """Refuse a live model under DDP or FSDP: one rank out of memory would leave the others waiting for ever."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    models = [thing for thing in things if isinstance(thing, nn.Module)]
+    for module in (module for model in models for module in model.modules()):
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
+            raise InvalidInputError(
+                f"the model is already spread over ranks ({type(module).__name__}), and a probe that runs out of "
+                "memory on one rank leaves the others waiting in a collective that nothing can end.",
+                remedy="model=a function that builds it, wrap=lambda model: DDP(model): probes then run in child ranks",
+            )

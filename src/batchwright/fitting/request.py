@@ -116,72 +116,50 @@ class FitRequest:
     @staticmethod
     def read(
         *,
-        on: str = "cpu",
-        memory: str | int | None = None,
-        limit: int | None = None,
         shapes: Mapping[str, int | Sequence[int]] | None = None,
-        start: int | None = None,
         scale: str | None = None,
-        powers_of_two: bool = False,
         max_trials: int | None = None,
-        margin: float = 0.0,
-        evaluate: bool = False,
-        accumulation: int = 1,
-        clip_norm: float | None = None,
-        devices: int = 1,
-        allocator: str | None = None,
-        isolate: bool | None = None,
-        cache: bool = True,
+        **others: Any,
     ) -> FitRequest:
-        """Check what a person asked for.
+        """Check what a person asked for; `others` are fields as they are.
 
         >>> FitRequest.read(limit=4, start=9)
         Traceback (most recent call last):
         ...
         batchwright.errors.InvalidInputError: start 9 is above limit 4.
         """
-        default_trials = _MAX_TRIALS if start is None and scale is None else _MAX_TRIALS_FROM_A_START
+        is_optional = {"limit": True, "start": True, "accumulation": False, "devices": False}
+        for name in is_optional.keys() & others.keys():
+            if others[name] is not None or not is_optional[name]:
+                others[name] = whole_number(others[name], name)
+        has_start = others.get("start") is not None or scale is not None
+        default_trials = _MAX_TRIALS_FROM_A_START if has_start else _MAX_TRIALS
         request = FitRequest(
-            on=on,
-            memory=memory,
-            limit=None if limit is None else whole_number(limit, "limit"),
             shapes=combine_shapes(shapes or {}),
-            start=None if start is None else whole_number(start, "start"),
             scale=None if scale is None else ScaleTable.parse(scale),
-            powers_of_two=powers_of_two,
             max_trials=default_trials if max_trials is None else whole_number(max_trials, "max trials"),
-            margin=margin,
-            evaluate=evaluate,
-            accumulation=whole_number(accumulation, "accumulation"),
-            clip_norm=clip_norm,
-            devices=whole_number(devices, "devices"),
-            allocator=allocator,
-            isolate=isolate,
-            cache=cache,
+            **others,
         )
-        request._check()
+        if request.scale is not None:
+            if request.limit is None:
+                raise InvalidInputError("scale is a share of limit, and no limit was given.", remedy="limit=64")
+            if request.start is not None or request.powers_of_two:
+                raise InvalidInputError("scale computes the start, so start and powers of two are left out.")
+            for shape in request.shapes:
+                request.scale.start(request.limit, shape)
+        if request.start is not None and request.limit is not None and request.start > request.limit:
+            raise InvalidInputError(f"start {request.start:,} is above limit {request.limit:,}.")
+        if (request.devices != 1 or request.allocator is not None) and not request.is_on_card:
+            raise InvalidInputError(
+                "devices= and allocator= are for a simulated card; ranks of this machine are torchrun's.",
+                remedy='on="a100-40gb", or torchrun --nproc-per-node 2 -m batchwright fit',
+            )
         return request
 
     @property
     def is_on_card(self) -> bool:
         """Whether the device is a simulated card."""
         return names_a_card(self.on)
-
-    def _check(self) -> None:
-        if self.scale is not None:
-            if self.limit is None:
-                raise InvalidInputError("scale is a share of limit, and no limit was given.", remedy="limit=64")
-            if self.start is not None or self.powers_of_two:
-                raise InvalidInputError("scale computes the start, so start and powers of two are left out.")
-            for shape in self.shapes:
-                self.scale.start(self.limit, shape)
-        if self.start is not None and self.limit is not None and self.start > self.limit:
-            raise InvalidInputError(f"start {self.start:,} is above limit {self.limit:,}.")
-        if (self.devices != 1 or self.allocator is not None) and not self.is_on_card:
-            raise InvalidInputError(
-                "devices= and allocator= are for a simulated card; ranks of this machine are torchrun's.",
-                remedy='on="a100-40gb", or torchrun --nproc-per-node 2 -m batchwright fit',
-            )
 
 
 def combine_shapes(shapes: Mapping[str, int | Sequence[int]]) -> tuple[dict[str, Any], ...]:

@@ -7,6 +7,7 @@ Promises:
 - no size is tried twice, and none above the cap;
 - steps that only say yes or no: doubling, then halving of the gap;
 - steps whose peak is known: at most four probes on a line a + b n;
+- steps whose peak is known even where it is too much, as on a simulated card: the search that traces use;
 - a wrong prediction costs probes, never a wrong answer;
 - sizes that lie closer together than two runs of one size do are worth no fifth probe;
 - a step that runs out of memory far below the limit has a reason of its own, and is searched to the sample.
@@ -16,12 +17,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import TYPE_CHECKING
 
-from batchwright.planning.largest import STRIDE, Curve, find_crossing
+from batchwright.planning.largest import STRIDE, Curve, find_crossing, halve, meet_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Mapping
 
 
 class CannotPredictError(Exception):
@@ -35,6 +37,8 @@ class Seen:
     micro_batch: int
     fits: bool
     peak: int | None = None
+    allocated: int | None = None
+    """What of the peak is tensors: it grows evenly where what an allocator reserves for them goes up and down."""
 
 
 @dataclass
@@ -101,11 +105,9 @@ def by_growing(start: int, cap: int, *, factor: float = 1.5) -> Generator[int, S
     size = bounds.inside(start)
     while not bounds.is_closed:
         bounds.learn((yield size))
-        if not bounds.has_failed:
-            size = bounds.inside(int(bounds.low * factor))
-        else:
-            # Nothing has fitted yet: the middle between 0 and the failure, which is its half.
-            size = bounds.inside((bounds.low + bounds.high) // 2)
+        # Where nothing has fitted yet, the middle between 0 and the failure is its half.
+        middle = (bounds.low + bounds.high) // 2
+        size = bounds.inside(middle if bounds.has_failed else int(bounds.low * factor))
 
 
 def by_powers_of_two(cap: int, *, start: int = 1) -> Generator[int, Seen, None]:
@@ -139,7 +141,7 @@ def by_peaks(cap: int, limit: int, *, noise: int = 0) -> Generator[int, Seen, No
     ...     except StopIteration:
     ...         size = 0
     >>> tried
-    [1, 4, 128, 129]
+    [1, 9, 128, 129]
     """
     bounds = Bounds(cap)
     size = 1
@@ -154,20 +156,83 @@ def by_peaks(cap: int, limit: int, *, noise: int = 0) -> Generator[int, Seen, No
             size = bounds.middle() if bounds.has_failed else bounds.inside(bounds.low + 2**num_creeping)
 
 
+def by_exact_peaks(cap: int, limit: int) -> Generator[int, Seen, None]:
+    """Search sizes whose peak is told exactly, even of those that do not fit.
+
+    What the tensors take leads: it grows evenly, while what the allocator reserves for them goes up and down. A size
+    whose tensors alone are too much cannot fit; the answer lies at the last one before, or a little below.
+
+    >>> search = by_exact_peaks(4096, limit=1000)
+    >>> size, tried = next(search), []
+    >>> while size:
+    ...     tried.append(size)
+    ...     peak = 100 + 7 * size
+    ...     size = next_size(search, Seen(size, peak <= 1000, peak, allocated=peak))
+    >>> tried
+    [1, 16, 128, 129]
+    """
+    bounds = Bounds(cap)
+    tensors: dict[int, int] = {}
+    reserved: dict[int, int] = {}
+    # The middle comes in now and then, so that no curve can make the others creep.
+    by_tensors, by_reserved = cycle((find_crossing, meet_lines, halve)), cycle((find_crossing, halve))
+    size = 1
+    while bounds.high - bounds.low > max(1, bounds.low // _FINEST):
+        seen = yield size
+        bounds.learn(seen)
+        if seen.peak is not None and seen.allocated is not None:
+            reserved[size], tensors[size] = seen.peak, seen.allocated
+        low, high = bounds.low, bounds.high
+        if not bounds.has_failed:
+            size = _stride(tensors, low, limit)
+        elif low not in tensors or high not in tensors or limit >= reserved[high]:
+            size = (low + high) // 2
+        elif limit >= tensors[high]:
+            size = next(by_reserved)(reserved, low, high, limit)
+        else:
+            size = next(by_tensors)(tensors, low, high, limit)
+        size = bounds.inside(size)
+
+
+# Beyond so many samples a gap of one is finer than what an allocator rounds to: a thousandth will do.
+_FINEST = 1024
+# A line through two sizes on the flat start would lead too far.
+_LONGEST_STRIDE = 64
+
+
+def _stride(tensors: Mapping[int, int], low: int, limit: int) -> int:
+    """Go on from the largest size that fits: along the line through the last two, or by a stride where it is flat."""
+    below = max((size for size in tensors if size < low), default=low)
+    if low not in tensors or tensors[low] <= tensors[below]:
+        return STRIDE * max(low, 1)
+    return min(find_crossing(tensors, below, low, limit), _LONGEST_STRIDE * low)
+
+
 def _next_by_peaks(bounds: Bounds, limit: int, noise: int) -> int:
     line = _line(bounds.peaks, noise)
     if line is None or bounds.low not in bounds.peaks:
-        # No line yet. The second size is 4, because 1 and 2 mostly lie on the flat start.
+        if bounds.has_failed:
+            return bounds.middle()
+        # No line yet. The second size is at least 4, because 1 and 2 mostly lie on the flat start. A peak is a fixed
+        # part and one per sample, so that many times the samples as the peak goes into the limit fit.
         stride = 4 if len(bounds.peaks) <= 1 else STRIDE
-        return bounds.middle() if bounds.has_failed else bounds.inside(stride * max(bounds.low, 1))
+        return bounds.inside(max(stride, limit // max(bounds.peaks.get(bounds.low, limit), 1)) * max(bounds.low, 1))
     left, right = line
     crossing = find_crossing(bounds.peaks, left, right, limit)
-    if bounds.peaks[left] > min(bounds.peaks.values()) + noise or (len(bounds.peaks) == 2 and not bounds.has_failed):
+    is_new = len(bounds.peaks) == 2 and not bounds.has_failed
+    if bounds.peaks[left] > min(bounds.peaks.values()) + noise or is_new or _is_straight(bounds.peaks, left, right):
         return bounds.inside(crossing) if crossing < bounds.high or not bounds.has_failed else bounds.middle()
     # The line starts on the flat part, so it is too gentle and meets the limit too far out. A second size a little
     # up the rising part gives its true slope.
     size = right + max(1 + right // 32, min(right, (min(crossing, bounds.high) - right) // 8))
     return size if size < bounds.high else bounds.middle()
+
+
+def _is_straight(peaks: dict[int, int], left: int, right: int) -> bool:
+    """Whether sizes between the two ends lie on the line through them, to a sample's worth of it."""
+    slope = (peaks[right] - peaks[left]) / (right - left)
+    between = [size for size in peaks if left < size < right]
+    return bool(between) and all(abs(peaks[size] - peaks[left] - slope * (size - left)) <= slope for size in between)
 
 
 def _line(peaks: dict[int, int], noise: int) -> tuple[int, int] | None:
@@ -258,9 +323,7 @@ def fall_back(
         size = next(first, None)
         while size is not None:
             seen[size] = yield size
-            size = first.send(seen[size])
-    except StopIteration:
-        return
+            size = next_size(first, seen[size])
     except CannotPredictError:
         yield from skip_known(second(), seen.get)
 
@@ -269,8 +332,12 @@ def skip_known(search: Generator[int, Seen, None], recall: Callable[[int], Seen 
     """Run a search, and answer it from what is known in place of a probe."""
     size = next(search, None)
     while size is not None:
-        seen = recall(size) or (yield size)
-        try:
-            size = search.send(seen)
-        except StopIteration:
-            return
+        size = next_size(search, recall(size) or (yield size))
+
+
+def next_size(search: Generator[int, Seen, None], seen: Seen) -> int | None:
+    """Tell a search what a probe showed, and return the size it wants next; None at its end."""
+    try:
+        return search.send(seen)
+    except StopIteration:
+        return None

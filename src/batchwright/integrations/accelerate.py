@@ -7,7 +7,6 @@ Promises:
 
 from __future__ import annotations
 
-import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from batchwright.integrations.audit import FirstWindow
 from batchwright.integrations.live_batch import LiveBatch, ShowsLiveBatch
 from batchwright.integrations.trackers import Tracker, tracker_for
 from batchwright.integrations.transformers.token_batches import prepare_loader
-from batchwright.report.text.audit_text import summarize_audit
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
@@ -136,32 +134,18 @@ class Watched:
     """A loop whose first window is looked at; the verdict is in `.audit` from its first optimizer step on."""
 
     def __init__(self, window: FirstWindow) -> None:
-        self.audit: Audit | None = None
-        self._window: FirstWindow | None = window
+        self._window = window
+
+    @property
+    def audit(self) -> Audit | None:
+        """The verdict; None before the first optimizer step."""
+        return self._window.audit
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the loader's batches, noting those of the first window."""
         for batch in loader:
-            if self._window is not None:
-                self._window.see(batch)
+            self._window.see(batch)
             yield batch
-
-    def take(self) -> None:
-        """Take the gradient before it is clipped."""
-        if self._window is not None:
-            self._window.take()
-
-    def judge(self) -> None:
-        """Judge at the first step, and look no further."""
-        if self._window is not None:
-            window, self._window = self._window, None
-            self.audit = window.judge()
-            print(summarize_audit(self.audit), file=sys.stderr)
-
-    def leave(self) -> None:
-        """Leave also where no step came."""
-        if self._window is not None:
-            self._window.leave()
 
 
 @contextmanager
@@ -182,29 +166,27 @@ def audit_first_window(
     if accelerator.num_processes > 1:
         raise InvalidInputError(f"audit_first_window works in one process; this run has {accelerator.num_processes}.")
     plain = accelerator.unwrap_model(model)
-    watched = Watched(
-        FirstWindow(
-            plain,
-            lambda batch: loss(model, batch),
-            accumulation=accelerator.gradient_accumulation_steps,
-            name=f"accelerate with {type(plain).__name__}",
-            what=f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps}, in a real run",
-            merge=merge,
-        )
+    window = FirstWindow(
+        plain,
+        lambda batch: loss(model, batch),
+        accumulation=accelerator.gradient_accumulation_steps,
+        name=f"accelerate with {type(plain).__name__}",
+        what=f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps}, in a real run",
+        merge=merge,
     )
     clip = accelerator.clip_grad_norm_
 
     def take_and_clip(*arguments: Any, **options: Any) -> Any:
         if accelerator.sync_gradients:
-            watched.take()
+            window.take()
         return clip(*arguments, **options)
 
     accelerator.clip_grad_norm_ = take_and_clip
     inner = getattr(optimizer, "optimizer", optimizer)
-    handle = inner.register_step_pre_hook(lambda *_: watched.judge())
+    handle = inner.register_step_pre_hook(lambda *_: window.judge())
     try:
-        yield watched
+        yield Watched(window)
     finally:
         del accelerator.clip_grad_norm_
         handle.remove()
-        watched.leave()
+        window.leave()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.accumulate.checks import batch_norms
+from batchwright.accumulate.weights import batch_norms
 from batchwright.auditing.audit import audit_workload
 from batchwright.auditing.audit_result import TOLERANCES, Audit, SplitAudit
 from batchwright.auditing.causes import BATCH_NORM, NOT_A_MEAN, NOT_ADDITIVE, RANDOM_LOSS, UNKNOWN, cause_by_weights
@@ -21,6 +21,10 @@ from batchwright.auditing.gradients import Gradient, compare_modules, comparison
 from batchwright.auditing.overrides import without_autocast, without_dropout
 from batchwright.device.batches import clear_num_samples, join
 from batchwright.errors import InvalidInputError
+from batchwright.integrations.live_batch import to_stderr
+from batchwright.report.text.audit_text import summarize_audit
+from batchwright.scripts.audit_script import audit_script
+from batchwright.scripts.script import Script
 from batchwright.state.process_state import kept_random_state
 from batchwright.units import counted, shortened
 from batchwright.workload import Workload
@@ -34,7 +38,8 @@ if TYPE_CHECKING:
 def audit(subject: Any, **options: Any) -> Audit:
     """Compare the accumulated gradient with that of the big batch.
 
-    `subject` is a workload or a transformers Trainer. For a workload the options are `micro_batch`, `accumulation`,
+    `subject` is a workload, a `bw.Script` or a transformers Trainer. For a script the options are `micro_batch`,
+    `accumulation`, `shape` and `progress`; for a workload the options are `micro_batch`, `accumulation`,
     `splits`, `dtype` ("fp32" or "fp64"), `dropout` ("off" or "replayed") and `shape`. A Trainer is audited as it is
     configured, and left as it was.
 
@@ -50,6 +55,8 @@ def audit(subject: Any, **options: Any) -> Audit:
     """
     if isinstance(subject, Workload):
         return audit_workload(subject, **options)
+    if isinstance(subject, Script):
+        return audit_script(subject, **options)
     if isinstance(subject, str):
         from batchwright.targets import load_workload
 
@@ -71,7 +78,7 @@ def audit(subject: Any, **options: Any) -> Audit:
 
 
 class FirstWindow:
-    """The micro-batches of a window as they go by, and the verdict at its end."""
+    """The micro-batches of a window as they go by, and the verdict at its end (`audit`); then it sees nothing more."""
 
     def __init__(
         self,
@@ -82,7 +89,10 @@ class FirstWindow:
         name: str,
         what: str,
         merge: Callable[[list[Any]], Any] | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
+        self.audit: Audit | None = None
+        self._say = say or to_stderr
         self._model = model
         self._loss = loss
         self._accumulation = accumulation
@@ -96,20 +106,27 @@ class FirstWindow:
 
     def see(self, batch: Any) -> None:
         """Note a micro-batch before it runs."""
-        self._batches.append(batch)
+        if self.audit is None:
+            self._batches.append(batch)
 
     def take(self) -> None:
         """Take the gradient, before anything clips it."""
-        if self._gradient is None:
+        if self._gradient is None and self.audit is None:
             self._gradient = Gradient.of(self._model)
 
     def leave(self) -> None:
         """Turn dropout on again."""
         self._undo.close()
 
-    def judge(self) -> Audit:
-        """Compare with one batch of the same samples, and leave."""
-        self.take()
+    def judge(self) -> None:
+        """Compare with one batch of the same samples at the first step, say the verdict, and leave."""
+        if self.audit is None:
+            self.take()
+            self.audit = self._verdict()
+            self._batches, self._gradient = [], None
+            self._say(summarize_audit(self.audit))
+
+    def _verdict(self) -> Audit:
         assert self._gradient is not None
         try:
             reference = self._of(self._merge(self._batches))

@@ -23,7 +23,6 @@ from batchwright.errors import InvalidInputError
 from batchwright.integrations.audit import FirstWindow
 from batchwright.integrations.live_batch import LiveBatch, ShowsLiveBatch, check_flag
 from batchwright.integrations.trackers import tracker_for
-from batchwright.report.text.audit_text import summarize_audit
 from batchwright.units import whole_number
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class BatchwrightCallback(ShowsLiveBatch, Callback):
             if self._live.micro_batch is not None:
                 self._measure(trainer, self._live.micro_batch)
         elif self._watched is not None:
-            self._watched.end_window()
+            self._watched.steps.end_window()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log where a step was made that is to be logged."""
@@ -156,10 +155,6 @@ class _Watched(nn.Module):
         """Have the hooks see a batch that is about to run."""
         with torch.enable_grad():
             self(batch)
-
-    def end_window(self) -> None:
-        """Have the hooks see the end of a window."""
-        self.steps.end_window()
 
 
 class _Steps:
@@ -237,10 +232,13 @@ class AuditFirstWindow(Callback):
     def __init__(
         self, *, merge: Callable[[list[Any]], Any] | None = None, say: Callable[[str], None] | None = None
     ) -> None:
-        self.audit: Audit | None = None
-        self._merge = merge
-        self._say = say or _to_stderr
+        self._merge, self._say = merge, say
         self._window: FirstWindow | None = None
+
+    @property
+    def audit(self) -> Audit | None:
+        """The verdict; None before the first optimizer step."""
+        return None if self._window is None else self._window.audit
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to look."""
@@ -264,6 +262,7 @@ class AuditFirstWindow(Callback):
             name=f"Lightning with {type(pl_module).__name__}",
             what=f"accumulate_grad_batches={trainer.accumulate_grad_batches}, in a real run",
             merge=self._merge,
+            say=self._say,
         )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -274,15 +273,12 @@ class AuditFirstWindow(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Judge at the first step, and look no further."""
         if self._window is not None:
-            window, self._window = self._window, None
-            self.audit = window.judge()
-            self._say(summarize_audit(self.audit))
+            self._window.judge()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave also where no step came."""
         if self._window is not None:
             self._window.leave()
-            self._window = None
 
 
 @contextmanager
@@ -295,9 +291,3 @@ def _without_logging(module: Any) -> Iterator[None]:
     finally:
         for name in ("log", "log_dict"):
             del vars(module)[name]
-
-
-def _to_stderr(text: str) -> None:
-    import sys
-
-    print(text, file=sys.stderr)

@@ -7,6 +7,7 @@ Promises:
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.integrations.trackers import WASTE, batch_metrics, configured_metrics, tracker_for
 from batchwright.noise.noise_scale import NoiseScale
 from batchwright.report.text.audit_text import summarize_audit
-from batchwright.units import shortened, whole_number
+from batchwright.units import positive_number, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,10 +40,12 @@ class LiveBatch:
         self.tracker: Tracker | None = None if tracker is None else tracker_for(tracker)
         self._options: dict[str, Any] = {
             "every": whole_number(every, "every"),
-            "window": window if window is None else _positive(window, "window"),
+            "window": window
+            if window is None
+            else positive_number(window, "window must be above 0, in samples", least=math.ulp(0.0), most=math.inf),
             "population": population if population is None else whole_number(population, "population"),
         }
-        self._say = say or _to_stderr
+        self._say = say or to_stderr
         self.noise: NoiseScale | None = None
         self.audit: Audit | None = None
         self.notes: list[str] = []
@@ -185,11 +188,6 @@ def check_flag(value: object, name: str) -> bool:
     return value
 
 
-def _positive(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise InvalidInputError(f"{name} must be above 0, in samples; received {shortened(value)}.")
-    return value
-
-
-def _to_stderr(text: str) -> None:
+def to_stderr(text: str) -> None:
+    """Say something where it does not mix with what a program prints."""
     print(text, file=sys.stderr)

@@ -19,7 +19,7 @@ import warnings
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from batchwright.accumulate.window import Step
+from batchwright.accumulate.windows import Step
 from batchwright.errors import InvalidInputError
 from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.planning.plan import Plan
@@ -238,13 +238,10 @@ class WandbRun(Tracker):
         self.target.config.update({name: text}, allow_val_change=True)
 
 
-class TrackioRun(Tracker):
-    """A run of Trackio."""
+class TrackioRun(WandbRun):
+    """A run of Trackio, which logs as Weights & Biases does."""
 
     name = "Trackio"
-
-    def _log(self, metrics: dict[str, float], step: int) -> None:
-        self.target.log(metrics, step=step)
 
     def _write(self, name: str, text: str) -> None:
         self.target.config[name] = text

@@ -10,7 +10,6 @@ Promises:
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import threading
@@ -18,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchwright.catalogue.cards import all_cards
+from batchwright.catalogue.cards import Card, all_cards
 from batchwright.device.step import StepSettings
 from batchwright.errors import InvalidInputError, NothingFitsError
-from batchwright.memory.breakdown import Breakdown, break_down, parts_at_the_same_moment
+from batchwright.memory.breakdown import Breakdown, break_down, parts_at_the_same_moment, what_if_savings
 from batchwright.memory.estimate_result import PARTS, CardRow, Estimate, EveryCard
 from batchwright.memory.on_card import (
     CardsAlike,
@@ -32,19 +31,17 @@ from batchwright.memory.on_card import (
     read_settings,
     upper_on_card,
 )
-from batchwright.memory.what_if import what_if_savings
 from batchwright.planning.largest import largest_within
 from batchwright.simulated.card import kernels_of
 from batchwright.state.untouched import leaves_untouched, untouched
 from batchwright.trace.run import Traced, check_batches, trace_workload
 from batchwright.units import PeakBytes, format_bytes, parse_bytes, shortened, whole_number
 from batchwright.user_files import check_place
-from batchwright.workload import Workload
+from batchwright.workload import Program, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from batchwright.catalogue.cards import Card
     from batchwright.simulated.allocator.settings import AllocatorSettings
 
 
@@ -59,12 +56,12 @@ LARGEST_MICRO_BATCH = 2**20
 
 @leaves_untouched(is_traced=True)
 def estimate(
-    workload: Workload,
+    workload: Workload | Program,
     *,
-    micro_batch: int = 1,
+    micro_batch: int | None = None,
     on: str | None = None,
     shape: Mapping[str, Any] | None = None,
-    accumulation: int = 1,
+    accumulation: int | None = None,
     clip_norm: float | None = None,
     routing: str = "balanced",
     memory: str | int | None = None,
@@ -91,11 +88,14 @@ def estimate(
     (263168, 263168, 'backward')
 
     Arguments:
-    - `micro_batch`: samples in one forward and backward.
+    - `workload`: or a `bw.Script`, which is run; of what follows it takes `micro_batch`, `accumulation`, `on`, `shape`,
+      `memory`, `find_max`, `devices` and `progress`.
+    - `micro_batch`: samples in one forward and backward. Default: 1; of a script, what is typed.
     - `on`: "cpu", or a card of the catalogue such as "a100-40gb", which is simulated: its peaks are allocated, reserved
       and device, and `fits` says whether the step runs on it. Default: this machine's card; "cpu" if it has none.
     - `shape`: what the workload's `batch` takes besides the number of samples, such as {"seq_len": 512}.
-    - `accumulation`: micro-batches per optimizer step. `clip_norm`: the norm that gradients are clipped to.
+    - `accumulation`: micro-batches per optimizer step, with the same default. `clip_norm`: the norm that gradients are
+      clipped to.
     - `routing`: how a mixture of experts is taken to share tokens, "balanced" or "worst".
     - `memory`: a budget such as "16GiB"; of a card, the memory it has. On the CPU the largest micro-batch within the
       budget is searched first, and the answer is its estimate.
@@ -108,10 +108,38 @@ def estimate(
     - `what_if`: also predict what each change of the set-up would save.
     - `progress`: called with a line of text before each trace.
     """
+    if isinstance(workload, Program):
+        given = {
+            name: value
+            for name, value, default in (
+                ("clip_norm", clip_norm, None),
+                ("routing", routing, "balanced"),
+                ("allocator", allocator, None),
+                ("snapshot", snapshot, None),
+                ("calibrate", calibrate, None),
+                ("what_if", what_if, False),
+            )
+            if value != default
+        }
+        if given:
+            raise InvalidInputError(f"{', '.join(given)}: for a workload, and a program of your own was given.")
+        answer: Estimate = workload.answer_estimate(
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            on=on,
+            shape=shape,
+            memory=memory,
+            find_max=find_max,
+            devices=devices,
+            progress=progress,
+        )
+        return answer
+    micro_batch = 1 if micro_batch is None else micro_batch
+    accumulation = 1 if accumulation is None else accumulation
     if not isinstance(workload, Workload):
         raise InvalidInputError(
             f"estimate takes a Workload; received {shortened(workload)}.",
-            remedy="batchwright estimate on the command line takes a target, or your own command behind --",
+            remedy="bw.Workload(...), or bw.Script(...) for a command of your own",
         )
     on, place_note = (on, "") if on is not None else default_place()
     card = card_named(on, memory=memory)
@@ -142,7 +170,6 @@ def estimate(
     size = whole_number(micro_batch, "micro-batch")
     if clip_norm is not None and not 0 < clip_norm < math.inf:
         raise InvalidInputError(f"clip norm must be a positive number; received {shortened(clip_norm)}.")
-    check_shape(workload, step.shape)
     check_batches(workload, step.shape)
     num_samples = LARGEST_MICRO_BATCH if workload.data is None else max(1, len(workload.data))
     cap = min(num_samples, LARGEST_MICRO_BATCH)
@@ -207,7 +234,6 @@ def estimate_every_card(
     say = progress or (lambda _: None)
     step = StepSettings(shape or {}, accumulation, clip_norm, routing, devices)
     check_ranks(workload, devices, is_card=True)
-    check_shape(workload, step.shape)
     check_batches(workload, step.shape)
     settings = read_settings(allocator)
     cap = LARGEST_MICRO_BATCH if workload.data is None else max(1, len(workload.data))
@@ -241,19 +267,12 @@ def _largest_on(place: OnCard, traced: Callable[[int], Traced], cap: int, say: C
 
 
 def _largest_for(limit: int, traced: Callable[[int], Traced], *, cap: int) -> int:
-    peaks: dict[int, Breakdown] = {}
-
-    def peak(size: int) -> int:
-        peaks[size] = break_down(traced(size).log)
-        return peaks[size].peak_bytes
-
-    size = largest_within(peak, limit, cap=cap)
+    size = largest_within(lambda size: break_down(traced(size).log).peak_bytes, limit, cap=cap)
     if size is None:
-        needed = peaks[1]
-        parts = ", ".join(f"{part} {format_bytes(n)}" for part, n in sorted(needed.parts.items(), key=lambda p: -p[1]))
+        needed = break_down(traced(1).log)
         raise NothingFitsError(
             f"micro-batch 1 does not fit into {format_bytes(limit)}.",
-            details=[f"needed {format_bytes(needed.peak_bytes)}: {parts}"],
+            details=[f"needed {format_bytes(needed.peak_bytes)}: {needed.list_parts()}"],
             remedy="what_if=True in place of find_max=True prints what each change of the set-up would save",
         )
     return size
@@ -271,8 +290,7 @@ def _all_parts(run: Traced, peak: Breakdown) -> dict[str, int | None]:
     parts: dict[str, int | None] = {part: peak.parts.get(part, 0) for part in PARTS}
     on_card = dict.fromkeys(_NOT_ON_A_HOST)
     if run.peaks is not None and run.context is not None:
-        assert run.peaks.reserved is not None
-        on_card = {"slack": run.peaks.reserved - peak.peak_bytes, "context": run.context.typical_bytes}
+        on_card = {"slack": run.peaks.of_allocator[1] - peak.peak_bytes, "context": run.context.typical_bytes}
     return {**parts, **on_card}
 
 
@@ -304,24 +322,6 @@ def check_ranks(workload: Workload, devices: int, *, is_card: bool) -> None:
             f"{devices:,} devices were asked for, and the workload has no wrap= that spreads the model over them.",
             remedy="wrap=lambda model: DistributedDataParallel(model), or one that calls fully_shard",
         )
-
-
-def check_shape(workload: Workload, shape: Mapping[str, Any]) -> None:
-    """Say so where the workload's batch takes no such shape; calling it would blame the wrong place."""
-    if workload.batch is None or not shape:
-        return
-    try:
-        signature = inspect.signature(workload.batch)
-    except (TypeError, ValueError):
-        return  # some builtins have none
-    try:
-        signature.bind(1, **shape)
-    except TypeError:
-        takes = ", ".join(list(signature.parameters)[1:]) or "nothing else"
-        raise InvalidInputError(
-            f"the workload's batch cannot be called with {', '.join(shape)}; besides the number of samples it takes "
-            f"{takes}."
-        ) from None
 
 
 @contextmanager

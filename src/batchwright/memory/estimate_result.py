@@ -115,12 +115,6 @@ class Estimate(PrintedResult):
 
         return draw_estimate(self)
 
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import table_to_html
-        from batchwright.report.text.memory_text import estimate_columns, estimate_remarks, summarize_estimate
-
-        return table_to_html(summarize_estimate(self), estimate_columns(self), estimate_remarks(self))
-
 
 @dataclass(frozen=True)
 class CardRow:
@@ -159,9 +153,3 @@ class EveryCard(PrintedResult):
         from batchwright.report.text.memory_text import draw_cards
 
         return draw_cards(self)
-
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import table_to_html
-        from batchwright.report.text.memory_text import cards_columns, summarize_cards
-
-        return table_to_html(summarize_cards(self), cards_columns(self), ())

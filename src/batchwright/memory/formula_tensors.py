@@ -14,12 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchwright.errors import InvalidInputError
-from batchwright.units import shortened
+from batchwright.units import one_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from batchwright.catalogue.models import ModelShape
 
 
@@ -85,11 +82,11 @@ class Setup:
     ) -> Setup:
         """Return the set-up of these names, or say which of them is not known."""
         return cls(
-            PRECISIONS[_one_of("precision", precision, PRECISIONS)],
-            _one_of("tuning", tuning, TUNINGS),
-            _one_of("attention", attention, ATTENTIONS),
-            _one_of("kernels", kernels, KERNELS),
-            _one_of("optimizer", optimizer, OPTIMIZERS),
+            PRECISIONS[one_of("precision", precision, PRECISIONS)],
+            one_of("tuning", tuning, TUNINGS),
+            one_of("attention", attention, ATTENTIONS),
+            one_of("kernels", kernels, KERNELS),
+            one_of("optimizer", optimizer, OPTIMIZERS),
             bool(checkpointing),
         )
 
@@ -111,13 +108,6 @@ class Setup:
     def mask_bytes(self) -> int:
         """Bytes of one entry of a dropout mask: a flag on a GPU, a number of the activations' type on a CPU."""
         return 1 if self.kernels == "gpu" else self.precision.compute
-
-
-def _one_of(what: str, value: object, known: Iterable[str]) -> str:
-    names = tuple(known)
-    if isinstance(value, str) and value.lower() in names:
-        return value.lower()
-    raise InvalidInputError(f"{what} must be one of {', '.join(names)}; received {shortened(value)}.")
 
 
 # Attention that only runs unfused in transformers, whatever is asked for; falcon broadcasts one key to all heads,

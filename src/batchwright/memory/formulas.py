@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
-from batchwright.catalogue.models import count_parameters, find_model
+from batchwright.catalogue.models import ModelShape, count_parameters, find_model
 from batchwright.errors import InvalidInputError
 from batchwright.memory.estimate_result import PARTS, Estimate, Owner, PeakMoment, PhasePeak
 from batchwright.memory.formula_tensors import ALWAYS_EAGER, LORA_RANK, OPTIMIZERS, Setup, layer_tensors, outer_tensors
@@ -36,8 +36,6 @@ from batchwright.units import PeakBytes, format_bytes, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from batchwright.catalogue.models import ModelShape
 
 
 # NF4 with double quantisation (Dettmers et al. 2023, arXiv:2305.14314): 4 bits a weight, an 8-bit scale for each
@@ -304,11 +302,12 @@ def _of_optimizer(step: _Step) -> Moment:
 def _kept_after_forward(step: _Step) -> int:
     shape, setup = step.shape, step.setup
     outer = sum(tensor.num_bytes(step.seq_len) for tensor in outer_tensors(shape, setup))
-    if setup.checkpointing:
+    layer = (
         # A checkpointed layer keeps its input alone.
-        layer = step.seq_len * shape.hidden * setup.precision.stream
-    else:
-        layer = sum(tensor.num_bytes(step.seq_len) for tensor in layer_tensors(shape, setup))
+        step.seq_len * shape.hidden * setup.precision.stream
+        if setup.checkpointing
+        else sum(tensor.num_bytes(step.seq_len) for tensor in layer_tensors(shape, setup))
+    )
     return step.samples * (shape.layers * layer + outer)
 
 
@@ -402,9 +401,7 @@ def estimate_named(
     top = max(steps, key=lambda moment: moment.total)
     # The same moment with one sample more: what really grows, also where the peak would move elsewhere.
     more = moments(samples + 1, setup)[steps.index(top)]
-    upper = steps
-    if setup.optimizer == "adamw":
-        upper = moments(samples, replace(setup, optimizer="adamw-foreach"))
+    upper = moments(samples, replace(setup, optimizer="adamw-foreach")) if setup.optimizer == "adamw" else steps
     return Estimate(
         name=shape.name,
         micro_batch=samples,

@@ -1,5 +1,9 @@
 """A step on a simulated card: does it run there, what does it take, which size is the largest.
 
+`record_run` runs full steps on a real card and writes what they took. `estimate(..., calibrate=FILE)` traces the same
+step at the same size on the simulated card, and takes what the two differ by as fixed: what the context and the
+libraries of that machine take, whatever the size. Never run by us on a card: there was none.
+
 Promises:
 - the peaks are those of a card with room to spare, as a run shows them that is far from the limit; where they are
   larger than the card and it runs all the same, those of the run on the card itself;
@@ -12,31 +16,171 @@ Promises:
 
 from __future__ import annotations
 
+import json
+import pickle
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from batchwright.catalogue.cards import Card, Context, context_of, find_card, names_a_card
-from batchwright.device.device import default_device, present_devices
-from batchwright.errors import InvalidInputError, NothingFitsError
+from batchwright.device.device import default_device, open_device, present_devices
+from batchwright.device.step import StepSettings
+from batchwright.errors import InvalidInputError, NothingFitsError, StepFailedError
 from batchwright.memory.breakdown import break_down
-from batchwright.memory.calibration import Correction, read_run
 from batchwright.planning.largest import largest_that_fits, largest_within
-from batchwright.simulated.allocator.caching_allocator import goes_through, peaks_with_room
+from batchwright.simulated.allocator.caching_allocator import History, goes_through, peaks_with_room
 from batchwright.simulated.allocator.settings import AllocatorSettings
-from batchwright.simulated.allocator.snapshot import History, write_snapshot
 from batchwright.simulated.card import SimulatedCard
 from batchwright.trace.run import Traced, trace_workload
-from batchwright.units import PeakBytes, format_bytes, parse_bytes, shortened
+from batchwright.units import PeakBytes, format_bytes, parse_bytes, shortened, whole_number
+from batchwright.user_files import check_place, read_text, replace_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from batchwright.device.step import StepSettings
     from batchwright.workload import Workload
+
+
+_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What full steps at one size took on a card."""
+
+    name: str
+    product: str
+    total_bytes: int | None
+    micro_batch: int
+    peak_bytes: PeakBytes
+    shape: dict[str, Any] = field(default_factory=dict)
+    accumulation: int = 1
+    clip_norm: float | None = None
+    torch_version: str = ""
+    cuda_version: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the run as plain data, as it is written."""
+        return {"schema": _SCHEMA, "source": "measured", **asdict(self)}
+
+    def __str__(self) -> str:
+        shape = "".join(f", {name} {value}" for name, value in self.shape.items())
+        kinds = ((kind, getattr(self.peak_bytes, kind)) for kind in ("allocated", "reserved", "device"))
+        peaks = ", ".join(f"{format_bytes(size)} {kind}" for kind, size in kinds if size is not None)
+        return f"{self.name} on {self.product}: micro-batch {self.micro_batch:,}{shape}: peak {peaks}"
+
+
+def record_run(
+    workload: Workload,
+    *,
+    micro_batch: int,
+    on: str = "cuda",
+    file: str | Path | None = None,
+    shape: Mapping[str, Any] | None = None,
+    accumulation: int = 1,
+    clip_norm: float | None = None,
+) -> RecordedRun:
+    """Run full steps on a real card and write down what they took, to calibrate predictions by.
+
+    Best in a process of its own that has the card to itself: what others hold of it would be taken for the context.
+    """
+    if file is not None:
+        check_place(file, what="the recorded run", option="file=")
+    device = open_device(on)
+    if device.kind != "accelerator":
+        raise InvalidInputError(f"a run is recorded on a card of this machine; {on} is none.", remedy='on="cuda"')
+    outcome = device.probe(workload, micro_batch, StepSettings(shape or {}, accumulation, clip_norm))
+    if outcome.verdict == "out_of_memory":
+        raise NothingFitsError(f"micro-batch {micro_batch:,} ran out of memory on {on}, so there is nothing to record.")
+    if outcome.verdict == "failed" or outcome.peak_bytes is None:
+        raise StepFailedError(f"{outcome.traceback or ''}\nthe step failed on {on}: {outcome.error}")
+    run = RecordedRun(
+        workload.name,
+        torch.cuda.get_device_name(torch.device(on)) if on.startswith("cuda") else on,
+        device.total_bytes,
+        micro_batch,
+        outcome.peak_bytes,
+        dict(shape or {}),
+        accumulation,
+        clip_norm,
+        torch.__version__,
+        torch.version.cuda or "",
+    )
+    if file is not None:
+        text = json.dumps(run.to_dict(), indent=2) + "\n"
+        replace_file(file, text.encode(), what="the recorded run", option="file=")
+    return run
+
+
+def read_run(file: str | Path) -> RecordedRun:
+    """Read what `record_run` wrote."""
+    try:
+        fields = json.loads(read_text(file))
+        schema = fields.pop("schema")
+        if schema != _SCHEMA:
+            raise InvalidInputError(f"'{file}' has schema {shortened(schema)}; this version reads {_SCHEMA}.")
+        fields.pop("source", None)
+        run = RecordedRun(**{**fields, "peak_bytes": PeakBytes(**fields["peak_bytes"])})
+    except InvalidInputError:
+        raise
+    except OSError as error:
+        raise InvalidInputError(f"'{file}' cannot be read: {error.strerror}.") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InvalidInputError(
+            f"'{file}' is no recorded run: {error}.", remedy="bw.record_run(workload, micro_batch=..., file=...)"
+        ) from None
+    whole_number(run.micro_batch, "micro-batch")
+    whole_number(run.accumulation, "accumulation")
+    if not isinstance(run.shape, dict):
+        raise InvalidInputError(f"'{file}' has a shape that is no table of names: {shortened(run.shape)}.")
+    _check_peaks(run.peak_bytes, file)
+    return run
+
+
+def _check_peaks(peaks: PeakBytes, file: str | Path) -> None:
+    if peaks.allocated is None or peaks.reserved is None:
+        raise InvalidInputError(f"'{file}' does not say what was allocated and reserved.")
+    known = [peak for peak in (peaks.allocated, peaks.reserved, peaks.device) if peak is not None]
+    if not all(type(peak) is int and peak > 0 for peak in known) or known != sorted(known):
+        raise InvalidInputError(
+            f"'{file}' has peaks that no run has: allocated {shortened(peaks.allocated)}, reserved "
+            f"{shortened(peaks.reserved)}, device {shortened(peaks.device)}; each in bytes, none below the one before."
+        )
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a real run took beyond its prediction, whatever the size."""
+
+    allocated: int
+    reserved: int
+    context: int | None
+
+    @staticmethod
+    def between(run: RecordedRun, predicted: PeakBytes) -> Correction:
+        """Compare a run with its own prediction.
+
+        >>> run = RecordedRun("step", "card", None, 8, PeakBytes(110, 150, 200))
+        >>> Correction.between(run, PeakBytes(100, 130, 190))
+        Correction(allocated=10, reserved=20, context=50)
+        """
+        (allocated, reserved), device = run.peak_bytes.of_allocator, run.peak_bytes.device
+        expected_allocated, expected_reserved = predicted.of_allocator
+        context = None if device is None else device - reserved
+        return Correction(allocated - expected_allocated, reserved - expected_reserved, context)
+
+    def applied(self, peaks: PeakBytes, context: Context) -> tuple[PeakBytes, Context]:
+        """Set a prediction for another size right."""
+        allocated, reserved = peaks.of_allocator
+        allocated = max(allocated + self.allocated, 0)
+        reserved = max(reserved + self.reserved, allocated)
+        # What was measured has no span any more.
+        held = self.context
+        exact = context if held is None else replace(context, typical_bytes=held, low_bytes=held, high_bytes=held)
+        return PeakBytes(allocated, reserved, reserved + exact.typical_bytes), exact
 
 
 _BLOCK = 512
@@ -110,9 +254,8 @@ class CardsAlike:
             self._runs[size] = self._scaled(size) or self._trace(size)
         run = self._runs[size]
         context = context_of(card)
-        assert run.peaks is not None
-        assert run.peaks.reserved is not None
-        peaks = replace(run.peaks, device=run.peaks.reserved + context.typical_bytes)
+        allocated, reserved = run.on_card[0].of_allocator
+        peaks = PeakBytes(allocated, reserved, reserved + context.typical_bytes)
         return replace(run, peaks=peaks, context=context)
 
     def _trace(self, size: int) -> Traced:
@@ -125,7 +268,10 @@ class CardsAlike:
         """Return what a size would ask for, by the lines; None below them, or where there are none."""
         while size > self._proven and self._pairs and self._pairs[0][-1] < size:
             if self._lines is None:
-                self._lines = self._drawn(*self._pairs[0])
+                small, large = self._pairs[0]
+                self._lines = ScaledRequests.through(
+                    small, self._trace(small).requests, large, self._trace(large).requests
+                )
             ahead = min(max(size, _AHEAD * self._pairs[0][-1], _AHEAD * self._proven) | 1, self._cap)
             if self._lines is not None and self._holds(self._lines, ahead):
                 self._proven = ahead
@@ -144,9 +290,6 @@ class CardsAlike:
             return lines.agrees_with(size, self._trace(size).requests)
         except Exception:  # a batch that cannot be made so large says nothing of smaller ones
             return False
-
-    def _drawn(self, small: int, large: int) -> ScaledRequests | None:
-        return ScaledRequests.through(small, self._trace(small).requests, large, self._trace(large).requests)
 
 
 # The smallest that covers torchtune's reserved figures in the calibration third of benchmarks/memory_gpu.py, where
@@ -231,9 +374,7 @@ class OnCard:
     def _corrected(self, traced: Traced) -> Traced:
         if self.correction is None:
             return traced
-        assert traced.peaks is not None
-        assert traced.context is not None
-        peaks, context = self.correction.applied(traced.peaks, traced.context)
+        peaks, context = self.correction.applied(*traced.on_card)
         return replace(traced, peaks=peaks, context=context)
 
     def calibrated(self, file: str | Path) -> OnCard:
@@ -256,8 +397,7 @@ class OnCard:
             )
         step = replace(self.step, shape=run.shape, accumulation=run.accumulation, clip_norm=run.clip_norm)
         predicted = trace_workload(self.workload, run.micro_batch, step, card=self.roomy())
-        assert predicted.peaks is not None
-        return replace(self, correction=Correction.between(run, predicted.peaks))
+        return replace(self, correction=Correction.between(run, predicted.on_card[0]))
 
     def write_snapshot(self, micro_batch: int, file: Path) -> None:
         """Trace it once more on the card as it is, and write PyTorch's own memory snapshot of the run.
@@ -268,14 +408,13 @@ class OnCard:
         card = self.as_it_is(history)
         with suppress(torch.OutOfMemoryError):
             trace_workload(self.workload, micro_batch, self.step, card=card)
-        write_snapshot(file, history, card.allocator)
+        replace_file(file, pickle.dumps(history.snapshot(card.allocator)), what="the snapshot", option="snapshot=FILE")
 
     def fits(self, traced: Traced) -> bool:
         """Whether what was traced with room to spare runs on the card as it is."""
-        assert traced.context is not None
         # What a real run took beyond its prediction is not among the requests; it is taken off what there is.
         beyond = 0 if self.correction is None else max(self.correction.reserved, 0)
-        capacity = max(self.card.total_bytes - traced.context.typical_bytes - beyond, 0)
+        capacity = max(self.card.total_bytes - traced.on_card[1].typical_bytes - beyond, 0)
         return goes_through(traced.requests, capacity, self.allocator, self.card.total_bytes)
 
     def largest(self, traced: Callable[[int], Traced], *, cap: int, to_the_last: bool = True) -> int:
@@ -291,14 +430,12 @@ class OnCard:
 
     def nothing_fits(self, smallest: Traced) -> NothingFitsError:
         """Say what micro-batch 1 would take."""
-        assert smallest.context is not None
-        parts = sorted(break_down(smallest.log).parts.items(), key=lambda part: -part[1])
-        needs = ", ".join(f"{part} {format_bytes(num_bytes)}" for part, num_bytes in parts if num_bytes >= 2**20)
+        needs = break_down(smallest.log).list_parts(least=2**20)
         return NothingFitsError(
             f"micro-batch 1 does not fit on {self.card.product} with {format_bytes(self.card.total_bytes)}.",
             details=[
                 f"needed {format_bytes(device_peak(smallest))}: {needs}, "
-                f"context {format_bytes(smallest.context.typical_bytes)}"
+                f"context {format_bytes(smallest.on_card[1].typical_bytes)}"
             ],
             remedy="what_if=True in place of find_max=True prints what each change of the set-up would save",
         )
@@ -313,16 +450,13 @@ def _is_card(product: str, card: Card) -> bool:
 
 def device_peak(traced: Traced) -> int:
     """Bytes of a card that a run takes, context and all."""
-    assert traced.peaks is not None
-    assert traced.peaks.device is not None
-    return traced.peaks.device
+    peaks, context = traced.on_card
+    return peaks.of_allocator[1] + context.typical_bytes
 
 
 def upper_on_card(peaks: PeakBytes, context: Context, unsure_bytes: int = 0) -> PeakBytes:
     """The peaks with a margin, or with the largest workspaces, and with the largest context that was reported."""
-    assert peaks.allocated is not None
-    assert peaks.reserved is not None
-    allocated, reserved = (max(round(peak * _UPPER), peak + unsure_bytes) for peak in (peaks.allocated, peaks.reserved))
+    allocated, reserved = (max(round(peak * _UPPER), peak + unsure_bytes) for peak in peaks.of_allocator)
     return PeakBytes(allocated, reserved, reserved + context.high_bytes)
 
 

@@ -12,20 +12,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from batchwright.catalogue.cards import context_of, find_card
-from batchwright.catalogue.models import find_model
+from batchwright.catalogue.models import ModelShape, find_model
 from batchwright.errors import InvalidInputError
 from batchwright.memory.formula_tensors import Setup
 from batchwright.memory.formulas import checked_length, step_moments
 from batchwright.planning.largest import largest_within
 from batchwright.printed_result import PrintedResult
-from batchwright.units import LARGEST_COUNT, format_bytes, parse_bytes, shortened
+from batchwright.units import LARGEST_COUNT, format_bytes, one_of, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from rich.console import RenderableType
-
-    from batchwright.catalogue.models import ModelShape
 
 
 # A rule of thumb that people use. It knows nothing of the sequence length, the weights or the way of tuning, which is
@@ -148,17 +146,6 @@ class Recommendation(PrintedResult):
 
         return draw_recommendation(self)
 
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import table_to_html
-        from batchwright.report.text.memory_text import (
-            recommendation_columns,
-            recommendation_remarks,
-            summarize_recommendation,
-        )
-
-        columns, remarks = recommendation_columns(self), recommendation_remarks(self)
-        return table_to_html(summarize_recommendation(self), columns, remarks)
-
 
 def recommend(
     sizes: str | Iterable[str],
@@ -179,8 +166,7 @@ def recommend(
     A size is 1b, 3b, 7b, 13b, 30b or 70b, or any name of the catalogue; a memory is bytes or text such as "24GiB". `on`
     names cards of the catalogue instead, such as "a100-40gb": what torch sees of their memory, less the context.
     """
-    if not isinstance(task, str) or task.lower() not in TASKS:
-        raise InvalidInputError(f"task must be one of {', '.join(TASKS)}; received {shortened(task)}.")
+    task = one_of("task", task, TASKS)
     setup = Setup.of(precision=precision, tuning=tuning, checkpointing=checkpointing)
     wanted = [sizes] if isinstance(sizes, str) else list(sizes)
     memories = [memory] if isinstance(memory, (str, int)) else list(memory)
@@ -195,13 +181,13 @@ def recommend(
     places += [(card.total_bytes - context_of(card).typical_bytes, card.name) for card in cards]
     length = min(checked_length(shape, seq_len) for _, shape in shapes)
     return Recommendation(
-        task.lower(),
+        task,
         setup.tuning,
         length,
         setup.precision.name,
         setup.checkpointing,
         tuple(
-            replace(_answer(size, shape, amount, setup, length, task.lower()), on=card)
+            replace(_answer(size, shape, amount, setup, length, task), on=card)
             for size, shape in shapes
             for amount, card in places
         ),
@@ -258,6 +244,6 @@ def _remedy(setup: Setup, needed: Callable[[int, Setup], int]) -> str:
     for tuning, checkpointing in dict.fromkeys(ways):
         cheaper = replace(setup, tuning=tuning, checkpointing=checkpointing)
         if needed(1, cheaper) < needed(1, setup):
-            flags = f"--tuning {tuning}{' --checkpointing' if checkpointing else ''}"
-            offers.append(f"{flags} ({format_bytes(needed(1, cheaper))})")
+            how = f'tuning="{tuning}"{" and checkpointing=True" if checkpointing else ""}'
+            offers.append(f"{how} ({format_bytes(needed(1, cheaper))})")
     return " or ".join(offers) or "a smaller model or shorter samples"

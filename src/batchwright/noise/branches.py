@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import Subset, default_collate
 
 from batchwright.accumulate.accumulator import Accumulator
-from batchwright.accumulate.loader import SizedBatches
+from batchwright.accumulate.micro_batches import SizedBatches
 from batchwright.device.batches import make_batch, move_batch
 from batchwright.device.device import open_device
 from batchwright.device.step import checked_loss, evaluating, needing_larger_micro_batches, scalar_loss
@@ -136,12 +136,6 @@ class MeasuredCriticalBatch(PrintedResult):
         from batchwright.report.text.noise_text import draw_branches
 
         return draw_branches(self)
-
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import table_to_html
-        from batchwright.report.text.noise_text import branches_columns, branches_remarks, summarize_branches
-
-        return table_to_html(summarize_branches(self), branches_columns(self), branches_remarks(self))
 
 
 def steps_to(target: float, curve: Sequence[tuple[int, float]]) -> float | None:
@@ -394,7 +388,7 @@ def measure_critical_batch(
     whole_number(steps, "steps")
     whole_number(warm_up, "warm_up", least=0)
     whole_number(evaluate_samples, "evaluate_samples")
-    device = open_device(on).torch_device  # type: ignore[attr-defined]  # a simulated card cannot train
+    device = open_device(on).torch_device
     # Once for all branches: each begins and ends at what is kept here.
     with untouched(workload, accelerator=None if device.type == "cpu" else device) as keep:
         runs = [

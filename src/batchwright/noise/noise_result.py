@@ -14,7 +14,6 @@ Promises:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +31,8 @@ from batchwright.planning.critical_batch import (
     wasted,
 )
 from batchwright.planning.learning_rate import LearningRateChange, learning_rate_change
-from batchwright.printed_result import PrintedResult
-from batchwright.units import counted, whole_number
+from batchwright.printed_result import PrintedLine, PrintedResult
+from batchwright.units import counted, finite, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +47,7 @@ _FACTOR = 4.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(PrintedLine):
     """A batch judged: its position, what a doubling saves and costs, and what to do."""
 
     critical: CriticalBatch
@@ -97,11 +96,6 @@ class Verdict:
 
     def __str__(self) -> str:
         return f"{self.position}: {self.recommendation}"
-
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import text_to_html
-
-        return text_to_html(str(self))
 
 
 def judge(
@@ -212,7 +206,7 @@ class TrendPoint:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the point as plain data."""
-        loss = self.loss if math.isfinite(self.loss) else None
+        loss = finite(self.loss)
         return {"step": self.step, "samples": self.samples, "loss": loss, **self.critical_batch.to_dict()}
 
 
@@ -284,9 +278,3 @@ class NoiseRun(PrintedResult):
         from batchwright.report.text.noise_text import draw_noise
 
         return draw_noise(self)
-
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import table_to_html
-        from batchwright.report.text.noise_text import noise_columns, noise_remarks, summarize_noise
-
-        return table_to_html(summarize_noise(self), noise_columns(self), noise_remarks(self))

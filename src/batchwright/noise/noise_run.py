@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, DistributedSampler
 
 from batchwright.accumulate.accumulator import Accumulator
-from batchwright.accumulate.loader import SizedBatches
+from batchwright.accumulate.micro_batches import SizedBatches
 from batchwright.device.batches import check_data_has_no_shape, make_batch, move_batch
 from batchwright.device.device import open_device
 from batchwright.device.step import (
@@ -38,18 +38,18 @@ from batchwright.device.step import (
     needing_larger_micro_batches,
 )
 from batchwright.errors import BatchwrightError, InvalidInputError
-from batchwright.memory.estimate import check_shape
 from batchwright.noise.noise_result import NoiseRun, TrendPoint, judge
 from batchwright.noise.noise_scale import NoiseScale
 from batchwright.noise.ramp import gamma_of
 from batchwright.planning.soonest import best_batch
 from batchwright.state.untouched import current_keep, untouched
+from batchwright.trace.run import check_shape
 from batchwright.units import counted, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from batchwright.accumulate.window import Step
+    from batchwright.accumulate.windows import Step
     from batchwright.planning.critical_batch import CriticalBatch
     from batchwright.workload import Workload
 
@@ -211,7 +211,7 @@ def measure_noise(
     """
     whole_number(effective_batch, "effective batch")
     steps = whole_number(steps, "steps")
-    device = open_device(on).torch_device  # type: ignore[attr-defined]  # a simulated card cannot train
+    device = open_device(on).torch_device
     with training(workload, device=device, shape=shape, seed=seed) as trained:
         size, accumulation = split_of(effective_batch, micro_batch, trained.ranks)
         assert workload.loss is not None, "training() has refused a workload without one"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchwright.accumulate.accumulator import Accumulator
-from batchwright.accumulate.checks import as_list, batch_norms, check_same_weights
+from batchwright.accumulate.weights import batch_norms, check_same_weights
 from batchwright.errors import InvalidInputError
 from batchwright.noise.capture.leaves import square
 from batchwright.noise.capture.own_loop import OwnLoop
@@ -32,7 +32,7 @@ from batchwright.noise.capture.watched_windows import (
     WatchedWindows,
 )
 from batchwright.noise.track import Squares, Track, ratio
-from batchwright.units import counted, shortened, whole_number
+from batchwright.units import as_list, counted, shortened, whole_number
 
 if TYPE_CHECKING:
     from batchwright.noise.capture.leaves import Weights
@@ -176,7 +176,8 @@ class NoiseScale:
                     remedy="NoiseScale(accumulator)",
                 )
             model = accumulator_or_model.model
-            self._source = self._watched(accumulator_or_model, every)
+            self._source = WatchedWindows(accumulator_or_model, every=every, sink=self)
+            accumulator_or_model.watch(self._source)
         else:
             model = accumulator_or_model
             along = whole_number(batch_dim, "batch_dim", least=0)
@@ -326,11 +327,6 @@ class NoiseScale:
             )
         elif abs(report.samples - report.units) > 1e-6 * report.units:
             self._track.unit = "units"
-
-    def _watched(self, accumulator: Accumulator, every: int) -> WatchedWindows:
-        source = WatchedWindows(accumulator, every=every, sink=self)
-        accumulator.watch(source)
-        return source
 
     def _of_own_loop(
         self, model: Any, optimizers: list[Any], micro_batch: int | None, batch_dim: int, scaler: Any, every: int

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from batchwright.errors import InvalidInputError
 from batchwright.planning.critical_batch import CriticalBatch, figure, gamma
 from batchwright.planning.learning_rate import learning_rate_change
-from batchwright.units import shortened, whole_number
+from batchwright.units import as_list, shortened, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from batchwright.accumulate.accumulator import Accumulator
-    from batchwright.accumulate.window import Step
+    from batchwright.accumulate.windows import Step
     from batchwright.noise.noise_scale import NoiseScale
     from batchwright.noise.track import HistoryPoint
 
@@ -149,7 +149,7 @@ class BatchRamp:
     def _raise(self, step: Step, before: int, critical: CriticalBatch) -> RampDecision:
         batch, unit = self._batch, critical.unit
         factor = self._learning_rate_factor(batch, critical)
-        for group in self._groups():
+        for group in [group for one in as_list(self._accumulator.optimizer) for group in one.param_groups]:
             for rate in _RATES:
                 if rate in group:
                     group[rate] = group[rate] * factor
@@ -183,16 +183,10 @@ class BatchRamp:
     def _learning_rate_factor(self, batch: float, critical: CriticalBatch) -> float:
         if not self._adjusts:
             return 1.0
-        optimizer = self._accumulator.optimizer
-        name = type(optimizer[0] if isinstance(optimizer, list) else optimizer).__name__
+        name = type(as_list(self._accumulator.optimizer)[0]).__name__
         factor = learning_rate_change(name, batch, 2 * batch, critical).factor
         # As the decision: by the lower end.
         return 1.0 if factor is None else factor.low
-
-    def _groups(self) -> Iterator[dict[str, Any]]:
-        optimizers = self._accumulator.optimizer
-        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
-            yield from optimizer.param_groups
 
     def _check_accumulation(self) -> int:
         now = self._accumulator.accumulation

@@ -17,7 +17,7 @@ from batchwright.errors import InvalidInputError
 from batchwright.planning.learning_rate import LearningRateRule, checked_learning_rate, rule_for
 from batchwright.planning.split import choose_split, largest_divisor
 from batchwright.printed_result import PrintedResult
-from batchwright.units import shortened, whole_number
+from batchwright.units import one_of, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -222,19 +222,13 @@ class Advice(PrintedResult):
                 for option in self.options
             ],
             "further": list(self.further),
-            "learning_rate_rule": self.rule.to_dict(),
+            "learning_rate_rule": asdict(self.rule),
         }
 
     def __rich__(self) -> RenderableType:
         from batchwright.report.text.plan_text import draw_advice
 
         return draw_advice(self)
-
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import table_to_html
-        from batchwright.report.text.plan_text import advice_columns, advice_remarks, summarize_advice
-
-        return table_to_html(summarize_advice(self), advice_columns(self), advice_remarks(self))
 
 
 def advise(
@@ -258,9 +252,8 @@ def advise(
     - `max_micro_batch`: the largest that fits, if it is known.
     - `critical_batch`: the effective batch beyond which more samples stop paying, if it is known.
     """
-    name = _ALSO_KNOWN_AS.get(problem.lower(), problem.lower()) if isinstance(problem, str) else problem
-    if name not in PROBLEMS:
-        raise InvalidInputError(f"problem must be one of {', '.join(PROBLEMS)}; received {shortened(problem)}.")
+    known_as = _ALSO_KNOWN_AS.get(problem.lower(), problem) if isinstance(problem, str) else problem
+    name = one_of("problem", known_as, PROBLEMS)
     before = Setting(
         whole_number(micro_batch, "micro-batch"),
         whole_number(accumulation, "accumulation"),

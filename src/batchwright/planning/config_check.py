@@ -151,22 +151,15 @@ def judge_triangle(total: Number, micro_batch: Number, accumulation: Number, dev
     """
     if AUTO in (total, micro_batch, accumulation):
         return _judge_auto(total, micro_batch, accumulation, devices)
-    assert not isinstance(total, str), "only 'auto' is text, and it was dealt with above"
-    assert not isinstance(micro_batch, str)
-    assert not isinstance(accumulation, str)
-    if total is None and micro_batch is None:
-        return Verdict(
-            False,
-            f"neither {TOTAL} nor {MICRO} is set, and DeepSpeed needs one of them",
-            changes=(f"set {MICRO} to the largest micro-batch that fits",),
-        )
-    if total is None:
-        assert micro_batch is not None
-        steps = accumulation or 1
-        return _agreement(micro_batch * steps * devices, micro_batch, steps, devices)
-    if micro_batch is not None:
-        return _judge_total_and_micro(total, micro_batch, accumulation, devices)
-    return _judge_total_alone(total, accumulation, devices)
+    whole, size, steps = (_known(number) for number in (total, micro_batch, accumulation))
+    if whole is None:
+        if size is None:
+            finding = f"neither {TOTAL} nor {MICRO} is set, and DeepSpeed needs one of them"
+            return Verdict(False, finding, changes=(f"set {MICRO} to the largest micro-batch that fits",))
+        return _agreement(size * (steps or 1) * devices, size, steps or 1, devices)
+    if size is None:
+        return _judge_total_alone(whole, steps, devices)
+    return _judge_total_and_micro(whole, size, steps, devices)
 
 
 def _judge_auto(total: Number, micro_batch: Number, accumulation: Number, devices: int) -> Verdict:
@@ -181,10 +174,8 @@ def _judge_auto(total: Number, micro_batch: Number, accumulation: Number, device
             changes=_divisible_totals(total, multiple),
         )
     if isinstance(micro_batch, int) and isinstance(accumulation, int):
-        return Verdict(True, finding, micro_batch * accumulation * devices, micro_batch, accumulation)
-    return Verdict(
-        True, finding, total=_known(total), micro_batch=_known(micro_batch), accumulation=_known(accumulation)
-    )
+        total = micro_batch * accumulation * devices
+    return Verdict(True, finding, _known(total), _known(micro_batch), _known(accumulation))
 
 
 def _known(value: Number) -> int | None:
@@ -192,39 +183,25 @@ def _known(value: Number) -> int | None:
 
 
 def _judge_total_and_micro(total: int, micro_batch: int, accumulation: int | None, devices: int) -> Verdict:
-    if accumulation is not None:
-        product = micro_batch * accumulation * devices
-        if product == total:
-            return _agreement(total, micro_batch, accumulation, devices)
-        finding = (
-            f"{TOTAL} is {total:,}, but {micro_batch:,} x {accumulation:,} x {counted(devices, 'device')} = {product:,}"
-        )
-        return Verdict(
-            False,
-            finding,
-            changes=(
-                f"{TOTAL}: {total:,} -> {product:,}",
-                *_divided(STEPS, accumulation, total, micro_batch * devices),
-                *_divided(MICRO, micro_batch, total, accumulation * devices),
-                *_divided("devices", devices, total, micro_batch * accumulation),
-                *([] if total % (micro_batch * devices) == 0 else _nearby_divisor(total, micro_batch, devices)),
-            ),
-        )
     multiple = micro_batch * devices
-    steps, remainder = divmod(total, multiple)
-    if steps and not remainder:
+    steps = accumulation or total // multiple
+    if steps and steps * multiple == total:
         return _agreement(total, micro_batch, steps, devices)
-    finding = (
-        f"{TOTAL} {total:,} is not a multiple of {MICRO} {micro_batch:,} x {counted(devices, 'device')} = {multiple:,}"
+    by = counted(devices, "device")
+    nearby = _nearby_divisor(total, micro_batch, devices)
+    if accumulation is None:
+        finding = f"{TOTAL} {total:,} is not a multiple of {MICRO} {micro_batch:,} x {by} = {multiple:,}"
+        return Verdict(False, finding, changes=(*_divisible_totals(total, multiple), *nearby))
+    product = multiple * accumulation
+    changes = (
+        f"{TOTAL}: {total:,} -> {product:,}",
+        *_divided(STEPS, accumulation, total, multiple),
+        *_divided(MICRO, micro_batch, total, accumulation * devices),
+        *_divided("devices", devices, total, micro_batch * accumulation),
+        *(() if total % multiple == 0 else nearby),
     )
-    return Verdict(
-        False,
-        finding,
-        changes=(
-            *_divisible_totals(total, multiple),
-            *_nearby_divisor(total, micro_batch, devices),
-        ),
-    )
+    finding = f"{TOTAL} is {total:,}, but {micro_batch:,} x {accumulation:,} x {by} = {product:,}"
+    return Verdict(False, finding, changes=changes)
 
 
 def _judge_total_alone(total: int, accumulation: int | None, devices: int) -> Verdict:
@@ -261,15 +238,9 @@ def _nearby_divisor(total: int, micro_batch: int, devices: int) -> tuple[str, ..
 
 
 # transformers 5.22: TrainingArguments(per_device_train_batch_size=8, gradient_accumulation_steps=1)
-_DEFAULT_PER_DEVICE = 8
 _PER_DEVICE = "per_device_train_batch_size"
-_TRAINING_ARGUMENTS = {
-    _PER_DEVICE,
-    "per_device_eval_batch_size",
-    STEPS,
-    "dataloader_num_workers",
-    "dataloader_drop_last",
-}
+_TAKEN = {_PER_DEVICE: 8, STEPS: 1, "per_device_eval_batch_size": 8}
+_TRAINING_ARGUMENTS = {*_TAKEN, "dataloader_num_workers", "dataloader_drop_last"}
 _DEEPSPEED = {TOTAL, MICRO, "zero_optimization", "zero_allow_untested_optimizer", "steps_per_print"}
 # DeepSpeed describes these with a mapping, TrainingArguments with a flag or a name.
 _DEEPSPEED_SECTIONS = ("fp16", "bf16", "optimizer", "scheduler", "zero_optimization")
@@ -364,18 +335,13 @@ def _ignored_keys(config: Config) -> list[str]:
 
 
 def _check_training_arguments(path: Path, config: Config, devices: int) -> ConfigCheck:
-    findings: list[str] = []
-    micro_batch = _plain_number(path, config, _PER_DEVICE)
-    if micro_batch is None:
-        micro_batch = _DEFAULT_PER_DEVICE
-        findings.append(f"{_PER_DEVICE} is not set; transformers takes {_DEFAULT_PER_DEVICE}")
-    steps = _plain_number(path, config, STEPS)
-    if steps is None:
-        steps = 1
-        findings.append(f"{STEPS} is not set; transformers takes 1")
-    _plain_number(path, config, "per_device_eval_batch_size")
+    numbers = {key: _known(_number(str(path), config, key, may_be_auto=False)) for key in _TAKEN}
+    micro_batch, steps = (numbers[key] or _TAKEN[key] for key in (_PER_DEVICE, STEPS))
     effective = micro_batch * steps * devices
-    findings.insert(0, f"{micro_batch:,} x {steps:,} x {counted(devices, 'device')} = {effective:,}")
+    findings = [f"{micro_batch:,} x {steps:,} x {counted(devices, 'device')} = {effective:,}"]
+    findings += [
+        f"{key} is not set; transformers takes {_TAKEN[key]}" for key in (_PER_DEVICE, STEPS) if numbers[key] is None
+    ]
     if config.get("auto_find_batch_size"):
         findings.append(
             "auto_find_batch_size shrinks the micro-batch when out of memory and keeps accumulation, "
@@ -421,12 +387,6 @@ def _compare_with_deepspeed(
         contradictions.append(f"{ignored} (in {place})")
         changes.append(f"rename or remove it in {place}")
     return contradictions, changes
-
-
-def _plain_number(path: Path, config: Config, key: str) -> int | None:
-    value = _number(str(path), config, key, may_be_auto=False)
-    assert not isinstance(value, str)
-    return value
 
 
 def _number(place: str, config: Config, key: str, *, may_be_auto: bool) -> Number:

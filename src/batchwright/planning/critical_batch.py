@@ -18,14 +18,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
-from batchwright.units import shortened
+from batchwright.printed_result import PrintedLine
+from batchwright.units import finite, positive_number, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 
 @dataclass(frozen=True)
-class CriticalBatch:
+class CriticalBatch(PrintedLine):
     """The noise scale T/|G|^2, with a 95 % interval: the batch at which noise and signal of a step are equal.
 
     >>> print(CriticalBatch(212.4, 168.2, 290.6, unit="samples", observations=120))
@@ -86,15 +87,15 @@ class CriticalBatch:
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data; what is infinite or unknown is None."""
         return {
-            "value": _number(self.value),
-            "low": _number(self.low),
-            "high": _number(self.high),
+            "value": finite(self.value),
+            "low": finite(self.low),
+            "high": finite(self.high),
             "resolved": self.resolved,
             "unit": self.unit,
             "observations": self.observations,
             "steps_needed": self.steps_needed,
-            "trace": _number(self.trace),
-            "signal": _number(self.signal),
+            "trace": finite(self.trace),
+            "signal": finite(self.signal),
             "samples_per_unit": self.samples_per_unit,
         }
 
@@ -121,11 +122,6 @@ class CriticalBatch:
         needed = "" if not self.steps_needed else f"; about {self.steps_needed:,} more steps"
         return f"at least {figure(self.low)} {self.unit} (upper end not resolved{needed})"
 
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import text_to_html
-
-        return text_to_html(str(self))
-
 
 def figure(value: float) -> str:
     """Write a batch size as people read one: three digits, whole from 100 on.
@@ -136,10 +132,6 @@ def figure(value: float) -> str:
     if math.isinf(value):
         return "infinite"
     return f"{value:,.0f}" if abs(value) >= 100 or value == 0 else f"{value:.3g}"
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -173,7 +165,7 @@ class Range:
 
     def to_dict(self) -> dict[str, float | None]:
         """Return it as plain data; what is infinite is None."""
-        return {name: end if math.isfinite(end) else None for name, end in asdict(self).items()}
+        return {name: finite(end) for name, end in asdict(self).items()}
 
     def __str__(self) -> str:
         if self.low == self.high:
@@ -283,10 +275,5 @@ def checked_batch(value: object, name: str) -> float:
     ...
     batchwright.errors.InvalidInputError: effective batch must be a positive number of at most 10^15; received 0.
     """
-    try:
-        size = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # the call is the check
-    except (TypeError, ValueError, OverflowError):
-        size = math.nan
-    if not 0 < size <= 1e15:
-        raise InvalidInputError(f"{name} must be a positive number of at most 10^15; received {shortened(value)}.")
-    return size
+    accepted = f"{name} must be a positive number of at most 10^15"
+    return positive_number(value, accepted, least=math.ulp(0.0), most=1e15)

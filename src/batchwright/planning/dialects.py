@@ -2,8 +2,7 @@
 
 Promises:
 - settings are plain data that the framework's own class accepts;
-- a plan that a framework cannot run is refused, with the reason and the way out;
-- what a framework's settings cannot say is named.
+- a plan that a framework cannot run is refused, with the reason and the way out.
 """
 
 from __future__ import annotations
@@ -368,13 +367,6 @@ def transformers_snippet(plan: Plan, *, learning_rate: float | None = None) -> s
     )
 
 
-# What a framework's own settings say nothing about, because the user makes the loaders.
-_UNSPOKEN = {
-    "deepspeed": ("eval micro-batch", "workers"),
-    "torchtitan": ("eval micro-batch", "workers", "drop_last"),
-}
-
-
 @dataclass(frozen=True)
 class Dialect:
     """A plan in the words of one framework."""
@@ -419,20 +411,12 @@ def find_dialect(framework: str) -> Dialect:
     return _DIALECTS[name]
 
 
-def snippet_with_rate(plan: Plan, framework: str, rate: float) -> str:
-    """Return the text to paste with the learning rate: as a setting if the framework has one, else as a remark."""
-    if framework.lower() == "transformers":
+def write_snippet(plan: Plan, framework: str, rate: float | None) -> str:
+    """Return the text to paste, with the learning rate as a setting if the framework has one, else as a remark."""
+    dialect = find_dialect(framework)
+    if rate is not None and dialect.name == "transformers":
         return transformers_snippet(plan, learning_rate=rate)
-    text = find_dialect(framework).snippet(plan)
+    text = dialect.snippet(plan)
     # JSON has no remarks.
-    return text if text.lstrip().startswith("{") else f"{text}\n\n# learning rate of the optimizer: {rate:.3g}"
-
-
-def unspoken_settings(plan: Plan, framework: str) -> list[str]:
-    """Name what the plan asks for and the framework's settings cannot say."""
-    wanted = {
-        "eval micro-batch": plan.eval_micro_batch is not None,
-        "workers": plan.workers > 0,
-        "drop_last": plan.drop_last,
-    }
-    return [name for name in _UNSPOKEN.get(framework.lower(), ()) if wanted[name]]
+    is_without = rate is None or text.startswith("{")
+    return text if is_without else f"{text}\n\n# learning rate of the optimizer: {rate:.3g}"

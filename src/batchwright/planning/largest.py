@@ -35,6 +35,27 @@ def find_crossing(peaks: Mapping[int, int], left: int, right: int, limit: int) -
     return left + (limit - peaks[left]) * (right - left) // (peaks[right] - peaks[left])
 
 
+def meet_lines(peaks: Mapping[int, int], low: int, high: int, limit: int) -> int:
+    """Draw on the lines through two sizes that fit and through two that do not; the answer is not beyond either.
+
+    >>> meet_lines({4: 400, 16: 400, 64: 960, 128: 1920}, 16, 64, limit=500)
+    33
+    """
+    below, beyond = max((n for n in peaks if n < low), default=low), min((n for n in peaks if n > high), default=high)
+    from_the_left, from_the_right = STRIDE * low, high
+    if peaks[low] > peaks[below]:
+        from_the_left = find_crossing(peaks, below, low, limit)
+    if beyond > high and peaks[beyond] > peaks[high]:
+        from_the_right = find_crossing(peaks, high, beyond, limit)
+    bound = min(from_the_left, from_the_right)
+    return bound if bound < high - 1 or high not in peaks else halve(peaks, low, high, limit)
+
+
+def halve(peaks: Mapping[int, int], low: int, high: int, limit: int) -> int:
+    """Return the middle, whatever the peaks are: what the others fall back to."""
+    return (low + high) // 2
+
+
 def largest_within(peak: Callable[[int], int], limit: int, *, cap: int) -> int | None:
     """Return the largest size up to `cap` whose peak is within the limit; None if not even 1 is.
 
@@ -99,7 +120,7 @@ class Curve:
         if self.peak(1) > limit:
             return 0
         # The middle comes in now and then, so that no curve can make the others creep.
-        narrowing = cycle((find_crossing, find_crossing, _bound, _bound, _middle))
+        narrowing = cycle((find_crossing, find_crossing, meet_lines, meet_lines, halve))
         while True:
             low = max(size for size, peak in self._peaks.items() if peak <= limit and size <= self._cap)
             high = min((size for size, peak in self._peaks.items() if peak > limit and size > low), default=None)
@@ -108,7 +129,7 @@ class Curve:
                 return low
             if is_rough and (low, high) in self._straight:
                 return find_crossing(self._peaks, low, beyond, limit)
-            guess = _bound if high is None else next(narrowing)
+            guess = meet_lines if high is None else next(narrowing)
             self._look_at(min(max(guess(self._peaks, low, beyond, limit), low + 1), beyond - 1), limit)
 
     def _look_at(self, size: int, limit: int) -> None:
@@ -123,19 +144,3 @@ class Curve:
         if abs(peak - self._peaks[left] - rise) <= limit * _ON_THE_LINE:
             first, second, third = sorted((left, right, size))
             self._straight |= {(first, second), (second, third)}
-
-
-def _middle(peaks: Mapping[int, int], low: int, high: int, limit: int) -> int:
-    return (low + high) // 2
-
-
-def _bound(peaks: Mapping[int, int], low: int, high: int, limit: int) -> int:
-    """Draw on the lines through two sizes that fit and through two that do not; the answer is not beyond either."""
-    below, beyond = max((n for n in peaks if n < low), default=low), min((n for n in peaks if n > high), default=high)
-    from_the_left, from_the_right = STRIDE * low, high
-    if peaks[low] > peaks[below]:
-        from_the_left = find_crossing(peaks, below, low, limit)
-    if beyond > high and peaks[beyond] > peaks[high]:
-        from_the_right = find_crossing(peaks, high, beyond, limit)
-    bound = min(from_the_left, from_the_right)
-    return bound if bound < high - 1 or high not in peaks else _middle(peaks, low, high, limit)

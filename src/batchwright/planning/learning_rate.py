@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
 from batchwright.planning.critical_batch import CriticalBatch, Range, checked_batch, over_interval
-from batchwright.units import shortened
+from batchwright.printed_result import PrintedLine
+from batchwright.units import positive_number, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,10 +42,6 @@ class LearningRateRule:
         (2.0, 1.4142)
         """
         return math.pow(after / before, self.exponent)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the rule as plain data."""
-        return asdict(self)
 
 
 LINEAR = LearningRateRule(
@@ -91,14 +88,8 @@ def checked_learning_rate(value: object) -> float:
     >>> checked_learning_rate("2e-5")
     2e-05
     """
-    try:
-        rate = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # the call is the check
-    except (TypeError, ValueError, OverflowError):
-        rate = math.nan
     # Wide enough for any rate in use, narrow enough that scaling it cannot overflow.
-    if not 1e-30 <= rate <= 1e30:
-        raise InvalidInputError(f"learning rate must be a positive number, such as 2e-5; received {shortened(value)}.")
-    return rate
+    return positive_number(value, "learning rate must be a positive number, such as 2e-5", least=1e-30, most=1e30)
 
 
 # A second moment of squared gradients with a decay of its own. Marek et al. changed it for Adam; the others share the
@@ -150,7 +141,7 @@ class SettingChange:
 
 
 @dataclass(frozen=True)
-class LearningRateChange:
+class LearningRateChange(PrintedLine):
     """What to set when the batch changes; `factor` is None if no rule is known."""
 
     optimizer: str
@@ -176,11 +167,6 @@ class LearningRateChange:
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.settings)) or self.reason
-
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import text_to_html
-
-        return text_to_html(str(self))
 
 
 def gain(before: float, after: float, critical: float) -> float:
@@ -277,10 +263,6 @@ class RecommendedRate:
     low: float
     high: float
     rule: str
-
-    def to_dict(self) -> dict[str, float | str | None]:
-        """Return it as plain data."""
-        return asdict(self)
 
 
 def rate_from_branches(rate: float, factors: Mapping[int, float], batch: int) -> RecommendedRate:

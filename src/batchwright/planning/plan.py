@@ -10,7 +10,7 @@ Promises:
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from batchwright.errors import InvalidInputError
 from batchwright.planning.split import (
@@ -27,7 +27,7 @@ from batchwright.planning.split import (
 )
 from batchwright.planning.times import ASSUMED, TimeModel, Times, fit_times
 from batchwright.printed_result import PrintedResult
-from batchwright.units import counted, shortened, whole_number
+from batchwright.units import counted, one_of, shortened, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -94,10 +94,6 @@ class Row:
     relative_activations: float
     peak_bytes: int | None
     is_extrapolated: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain data."""
-        return asdict(self)
 
 
 def compare_splits(
@@ -262,11 +258,9 @@ class Plan(PrintedResult):
         >>> print(plan(80, micro_batch=4, devices=5).snippet("torchtitan").splitlines()[0])
         # micro-batch 4 x accumulation 4 x devices 5 = effective batch 80
         """
-        from batchwright.planning.dialects import find_dialect, snippet_with_rate
+        from batchwright.planning.dialects import write_snippet
 
-        if learning_rate is not None:
-            return snippet_with_rate(self, framework, learning_rate)
-        return find_dialect(framework).snippet(self)
+        return write_snippet(self, framework, learning_rate)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, the same as `batchwright plan --json` prints."""
@@ -292,7 +286,7 @@ class Plan(PrintedResult):
             "eval_micro_batch": self.eval_micro_batch,
             "workers": self.workers,
             "time_model": self.times.to_dict(),
-            "table": [row.to_dict() for row in self.table],
+            "table": [asdict(row) for row in self.table],
             "reason": self.reason,
             "notes": list(self.notes),
         }
@@ -301,12 +295,6 @@ class Plan(PrintedResult):
         from batchwright.report.text.plan_text import draw_plan
 
         return draw_plan(self)
-
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import table_to_html
-        from batchwright.report.text.plan_text import plan_columns, plan_remarks, summarize_plan
-
-        return table_to_html(summarize_plan(self), plan_columns(self), plan_remarks(self))
 
 
 def plan(
@@ -352,7 +340,7 @@ def plan(
         raise InvalidInputError(
             f"estimate must be a function from micro-batch to bytes; received {shortened(estimate)}."
         )
-    chosen_policy = _policy(policy)
+    chosen_policy = cast("Policy", one_of("policy", policy, POLICIES))
     model = ASSUMED if times is None else fit_times(times)
     split = choose_split(requested, max_micro_batch=cap, devices=num_devices, policy=chosen_policy)
     answer = Plan(
@@ -378,10 +366,3 @@ def plan(
         ),
     )
     return replace(answer, notes=tuple(give_notes(answer)))
-
-
-def _policy(policy: object) -> Policy:
-    for known in POLICIES:
-        if isinstance(policy, str) and policy.lower() == known:
-            return known
-    raise InvalidInputError(f"policy must be one of {', '.join(POLICIES)}; received {shortened(policy)}.")

@@ -315,12 +315,6 @@ class BestBatch(PrintedResult):
 
         return draw_best_batch(self)
 
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import table_to_html
-        from batchwright.report.text.noise_text import best_batch_columns, best_batch_remarks, summarize_best_batch
-
-        return table_to_html(summarize_best_batch(self), best_batch_columns(self), best_batch_remarks(self))
-
 
 def best_batch(
     critical_batch: CriticalBatch | float,
@@ -386,7 +380,13 @@ def best_batch(
         noise_scale=curve.critical,
         step_seconds=step,
         words=(),
-        in_micro_batches=_whole_micro_batches(curve, micro * num_devices) if micro else None,
+        in_micro_batches=(
+            soonest_on_line(
+                curve.critical, step.fixed, step.per_sample, least=least, most=most, unit=micro * num_devices
+            )
+            if micro
+            else None
+        ),
         run_seconds=run_seconds,
         run_cost=price * num_devices * run_seconds / 3600 if price and run_seconds else None,
         deadline_batch=curve.smallest_within(limit / steps) if limit and steps else None,
@@ -454,11 +454,6 @@ def _checked_largest(largest: int | None, step: StepSeconds, smallest: int) -> i
             remedy="largest=..., the largest batch that may be used",
         )
     return max(step.timed[1], smallest)
-
-
-def _whole_micro_batches(curve: TimeToLoss, unit: int) -> int:
-    step = curve.step
-    return soonest_on_line(curve.critical, step.fixed, step.per_sample, least=curve.least, most=curve.most, unit=unit)
 
 
 def _words(best: BestBatch, curve: TimeToLoss) -> Iterator[str]:

@@ -1,6 +1,8 @@
-"""Where ranks meet, one TCP store, and what they write there: who they are, where they are, what went wrong.
+"""Which rank this is, where ranks meet, one TCP store, and what they write there; torch is loaded only to meet.
 
 Promises:
+- a variable of the launcher's that makes no sense is refused with its value and what to do, never with a traceback;
+- who prints is decided without raising: in doubt, this process does;
 - what goes wrong on one rank is plain data that the others can read; the exit code is that of one process: 3 if the
   user's code raised, 1 if it ran out of memory, hung or died;
 - an error that only says "the other side of a collective is gone" is known as a consequence, not a cause;
@@ -12,16 +14,111 @@ Promises:
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
-from batchwright.errors import BatchwrightError, RankFailedError, StepFailedError, error_from_dict
-from batchwright.ranks.place import Place, rank_timeout, read_place
+from batchwright.errors import (
+    BatchwrightError,
+    InvalidInputError,
+    RankFailedError,
+    StepFailedError,
+    error_from_dict,
+)
 from batchwright.targets import is_from_users_code, users_traceback_text
+from batchwright.units import shortened
+
+TIMEOUT_VARIABLE = "BATCHWRIGHT_RANK_TIMEOUT"
+_DEFAULT_SECONDS = 60.0
+_REMEDY = "torchrun --nproc-per-node N -m batchwright ..., which sets it; or unset WORLD_SIZE and RANK for one process"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process among those of a launcher; alone without one."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no other ranks."""
+        return self.world_size == 1
+
+
+def read_place() -> Place:
+    """Read WORLD_SIZE, RANK and their like.
+
+    >>> read_place().is_alone
+    True
+    """
+    world_size, rank = _number("WORLD_SIZE", least=1), _number("RANK", least=0)
+    if world_size is None or world_size == 1:
+        return Place()
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if rank is None or missing:
+        raise InvalidInputError(f"WORLD_SIZE is {world_size}, but {' and '.join(missing)} is not set.", remedy=_REMEDY)
+    _number("MASTER_PORT", least=1)
+    if rank >= world_size:
+        raise InvalidInputError(
+            f"RANK is {rank} and WORLD_SIZE {world_size}: ranks are counted from 0.", remedy=_REMEDY
+        )
+    local_rank, local_world_size = _number("LOCAL_RANK", least=0), _number("LOCAL_WORLD_SIZE", least=1)
+    return Place(
+        rank,
+        world_size,
+        rank if local_rank is None else local_rank,
+        world_size if local_world_size is None else local_world_size,
+    )
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for all ranks; alone it does."""
+    try:
+        return read_place().rank == 0
+    except InvalidInputError:
+        return True
+
+
+def rank_timeout() -> float:
+    """Seconds that ranks wait for one that does nothing: `BATCHWRIGHT_RANK_TIMEOUT`, by default 60.
+
+    >>> rank_timeout()
+    60.0
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE, "").strip()
+    if not text:
+        return _DEFAULT_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 1 <= seconds <= 1e6:
+        raise InvalidInputError(
+            f"{TIMEOUT_VARIABLE} is a number of seconds from 1 to 1,000,000; received {shortened(text)}.",
+            remedy=f"{TIMEOUT_VARIABLE}=300",
+        )
+    return seconds
+
+
+def _number(name: str, *, least: int) -> int | None:
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return None
+    # What int() takes and a launcher never writes (1_0, +4, other digits) is refused too.
+    if not (text.isascii() and text.isdigit()) or len(text) > 9 or int(text) < least:
+        raise InvalidInputError(
+            f"the environment variable {name} must be a whole number from {least} on; received {shortened(text)}.",
+            remedy=_REMEDY,
+        )
+    return int(text)
+
 
 INTERRUPTED, TERMINATED = 130, 143
 _MOST_CHARACTERS = 20_000
@@ -36,8 +133,27 @@ _PEER_IS_GONE = re.compile(
 
 
 @dataclass(frozen=True)
-class RankFailure:
-    """The first thing that went wrong among ranks."""
+class Record:
+    """A dataclass that ranks hand each other as JSON."""
+
+    def pack(self) -> str:
+        """Write it as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def unpack(cls, text: str | bytes) -> Self:
+        """Read back what `pack` wrote."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class RankFailure(Record):
+    """The first thing that went wrong among ranks.
+
+    >>> failure = RankFailure(1, 3, "rank 1 raised")
+    >>> RankFailure.unpack(failure.pack()) == failure
+    True
+    """
 
     rank: int
     exit_code: int
@@ -49,20 +165,6 @@ class RankFailure:
     """The user's code raised: the message is its traceback."""
     printed_by: int | None = None
     """The rank that was first to write it down: several see the same rank die."""
-
-    def pack(self) -> str:
-        """Write it as JSON."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def unpack(text: str | bytes) -> RankFailure:
-        """Read back what `pack` wrote.
-
-        >>> failure = RankFailure(1, 3, "rank 1 raised")
-        >>> RankFailure.unpack(failure.pack()) == failure
-        True
-        """
-        return RankFailure(**json.loads(text))
 
     @property
     def is_interrupt(self) -> bool:
@@ -79,8 +181,7 @@ class RankFailure:
         if self.error is not None:
             return error_from_dict(self.error)
         error = (StepFailedError if self.is_users else RankFailedError)(self.message)
-        if error.exit_code != self.exit_code:
-            error.exit_code = self.exit_code
+        error.exit_code = self.exit_code
         return error
 
 
@@ -90,6 +191,8 @@ def failure_of(error: BaseException, rank: int, where: str) -> RankFailure:
     >>> failure_of(ValueError("a bug"), 1, "noise").message.splitlines()[0]
     'rank 1 raised (noise):'
     """
+    from batchwright.device.outcome import is_out_of_memory
+
     if isinstance(error, BatchwrightError):
         is_users = isinstance(error, StepFailedError)
         return RankFailure(rank, error.exit_code, str(error), error.to_dict(), is_users=is_users)
@@ -106,13 +209,6 @@ def failure_of(error: BaseException, rank: int, where: str) -> RankFailure:
     return RankFailure(rank, 3, f"rank {rank} raised ({where}):\n{text}", is_users=True)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out."""
-    from batchwright.device.out_of_memory import find_rule
-
-    return isinstance(error, Exception) and find_rule(error) is not None
-
-
 def is_consequence(error: BaseException | str) -> bool:
     """Whether an error only says that another rank is gone, or late.
 
@@ -121,14 +217,12 @@ def is_consequence(error: BaseException | str) -> bool:
     >>> is_consequence(ValueError("a bug"))
     False
     """
-    if isinstance(error, str):
-        return _PEER_IS_GONE.search(error) is not None
-    is_of_torch = isinstance(error, RuntimeError | ConnectionError) or type(error).__name__.startswith("Dist")
-    return is_of_torch and _PEER_IS_GONE.search(str(error)) is not None
+    can_be = isinstance(error, str | RuntimeError | ConnectionError) or type(error).__name__.startswith("Dist")
+    return can_be and _PEER_IS_GONE.search(str(error)) is not None
 
 
 @dataclass(frozen=True)
-class Member:
+class Member(Record):
     """The process of a rank."""
 
     host: str
@@ -139,15 +233,6 @@ class Member:
         """Return who this is."""
         return Member(socket.gethostname(), os.getpid())
 
-    def pack(self) -> str:
-        """Write it as JSON."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def unpack(text: str | bytes) -> Member:
-        """Read back what `pack` wrote."""
-        return Member(**json.loads(text))
-
 
 # Of one request; waiting for other ranks is never done inside one.
 _REQUEST = timedelta(seconds=20)
@@ -156,22 +241,13 @@ _opened: list[Any] = []
 
 
 @dataclass(frozen=True)
-class Address:
+class Address(Record):
     """Where the store listens."""
 
     host: str
     port: int
     is_ours: bool = False
     """Rank 0 holds it, and it ends with rank 0."""
-
-    def pack(self) -> str:
-        """Write it as JSON."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def unpack(text: str | bytes) -> Address:
-        """Read back what `pack` wrote."""
-        return Address(**json.loads(text))
 
     def connect(self, prefix: str) -> Any:
         """Connect, and return the part of the store below `prefix`."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 import sys
 import threading
 import time
@@ -28,13 +27,14 @@ from batchwright.ranks.meeting import (
     TERMINATED,
     Address,
     Member,
+    Place,
     RankFailure,
     failure_of,
     find_address,
     find_place,
     is_consequence,
+    rank_timeout,
 )
-from batchwright.ranks.place import Place, rank_timeout
 from batchwright.ranks.watch import BUSY_FACTOR, Watch
 from batchwright.workload import Workload
 
@@ -85,6 +85,10 @@ class Session:
     def is_alone(self) -> bool:
         """Whether there are no other ranks."""
         return self.store is None
+
+    def own_device(self, on: str) -> str:
+        """Return this rank's card if cards were named without a number."""
+        return on if self.is_alone or on == "cpu" or ":" in on else f"{on}:{self.place.local_rank}"
 
     def tick(self) -> None:
         """Note that something was achieved."""
@@ -159,21 +163,14 @@ class Session:
         try:
             return bool(self.store.check([key]))
         except RuntimeError:
-            # The watch sees the same, and says which rank is gone.
-            end = time.monotonic() + _CAUSE_SECONDS
-            while self.failure is None and time.monotonic() < end:
-                time.sleep(_POLL_SECONDS)
+            self._finds_cause()  # the watch sees the same, and says which rank is gone
             raise self._shared_error(self.failure or self.store_is_gone()) from None
 
     def all_come_to(self, key: str) -> bool:
         """Whether every rank comes here too, within seconds."""
-        end = time.monotonic() + _CAUSE_SECONDS
         self.store.set(f"{key}/{self.rank}", "1")
-        while time.monotonic() < end:
-            if all(self.check(f"{key}/{rank}") for rank in range(self.world_size)):
-                return True
-            time.sleep(_POLL_SECONDS)
-        return False
+        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
+        return _comes_true(lambda: all(map(self.check, keys)), _CAUSE_SECONDS)
 
     def post(self, failure: RankFailure, store: Any = None) -> bool:
         """Write down a failure; return whether it is the first, and so the one that this rank prints.
@@ -195,10 +192,9 @@ class Session:
 
     def store_is_gone(self) -> RankFailure:
         """Say who went away with the store."""
-        problem = "rank 0, which holds what the ranks share, is gone."
-        if self.address is not None and not self.address.is_ours:
-            problem = "torchrun, which holds what the ranks share, is gone."
-        return RankFailure(0, 1, problem)
+        is_torchruns = self.address is not None and not self.address.is_ours
+        holder = "torchrun" if is_torchruns else "rank 0"
+        return RankFailure(0, 1, f"{holder}, which holds what the ranks share, is gone.")
 
     def fail(self, error: BaseException) -> BaseException:
         """Make an error of this rank known to all; return what to raise."""
@@ -222,10 +218,7 @@ class Session:
 
     def _finds_cause(self) -> bool:
         """Wait until somebody says what went wrong; here the other side of a collective was lost, or SIGTERM came."""
-        end = time.monotonic() + _CAUSE_SECONDS
-        while self.failure is None and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
-        return self.failure is not None
+        return _comes_true(lambda: self.failure is not None, _CAUSE_SECONDS)
 
     def _shared_error(self, failure: RankFailure) -> BatchwrightError:
         error = failure.to_error()
@@ -234,11 +227,6 @@ class Session:
             error.add_note(self.remedy)
         return error
 
-    def clean_up(self) -> None:
-        """Remove what this rank would remove on its way out, where it cannot go that way."""
-        for folder in self.folders:
-            shutil.rmtree(folder, ignore_errors=True)
-
     def leave(self, *, failed: bool) -> None:
         """Say that this rank goes; the one that failed, and the holder of the store, wait for the others."""
         if self.is_alone:
@@ -246,12 +234,9 @@ class Session:
         with suppress(RuntimeError):
             self.store.set(f"left/{self.rank}", "1")
             holds_store = self.rank == 0 and self.address is not None and self.address.is_ours
-            stays = holds_store or (failed and self.posted is not None)
-            end = time.monotonic() + _LEAVE_SECONDS
-            others = [rank for rank in range(self.world_size) if rank != self.rank]
-            while stays and others and time.monotonic() < end:
-                others = [rank for rank in others if not self.store.check([f"left/{rank}"])]
-                time.sleep(_POLL_SECONDS)
+            if holds_store or (failed and self.posted is not None):
+                all_left = [f"left/{rank}" for rank in range(self.world_size)]
+                _comes_true(lambda: self.store.check(all_left), _LEAVE_SECONDS)
             if holds_store:
                 time.sleep(10 * _POLL_SECONDS)  # the others may still be looking whether all have left
         self.has_left.set()
@@ -264,6 +249,14 @@ class Session:
     def _key(self, name: str) -> str:
         self._counts[name] = self._counts.get(name, 0) + 1
         return f"{name}/{self._counts[name]}"
+
+
+def _comes_true(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait so long at most until a condition holds; return whether it does."""
+    end = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+    return holds
 
 
 _current: Session | None = None
@@ -379,7 +372,7 @@ def process_group(on: str) -> Iterator[str]:
         prefix = ranks.new_group_prefix()
         join_group(ranks, ranks.store, prefix)
         try:
-            yield on if on == "cpu" or ":" in on else f"{on}:{ranks.place.local_rank}"
+            yield ranks.own_device(on)
             dist.barrier()
         except BaseException as error:
             # What all ranks refuse alike is no reason to end them. Else the others lose their peer with the group, and

@@ -11,24 +11,24 @@ Promises:
 
 from __future__ import annotations
 
-import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchwright.ranks.meeting import INTERRUPTED, Member, RankFailure
-from batchwright.ranks.place import TIMEOUT_VARIABLE
+from batchwright.ranks.meeting import INTERRUPTED, TIMEOUT_VARIABLE, Member, RankFailure, Record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
     from batchwright.ranks.session import Session
@@ -57,7 +57,7 @@ class Activity:
         """Look once."""
         now = time.monotonic()
         frame = sys._current_frames().get(self.thread)
-        stack = _stack(frame)
+        stack = tuple((id(inner.f_code), inner.f_lasti) for inner in islice(_frames(frame), _DEEPEST))
         used = _processor_seconds(with_children=self.counts_children)
         if stack != self._stack:
             self._stack, self._same_since, self._still_since = stack, now, now
@@ -78,36 +78,31 @@ class Activity:
         return self._looked - self._still_since
 
 
-def _stack(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
-    frames: list[tuple[int, int]] = []
-    while frame is not None and len(frames) < _DEEPEST:
-        frames.append((id(frame.f_code), frame.f_lasti))
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that called it, innermost first."""
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return tuple(frames)
 
 
 def _place(frame: FrameType | None) -> str:
     """Name the innermost line of the user's, else the innermost line."""
     from batchwright.targets import is_installed_or_ours
 
-    first = frame
-    while frame is not None and is_installed_or_ours(frame.f_code.co_filename):
-        frame = frame.f_back
-    shown = frame or first
+    users = (inner for inner in _frames(frame) if not is_installed_or_ours(inner.f_code.co_filename))
+    shown = next(users, frame)
     return "nowhere" if shown is None else f'File "{shown.f_code.co_filename}", line {shown.f_lineno}'
 
 
 def _is_in_collective(frame: FrameType | None) -> bool:
     """Whether the innermost frames are torch's, and one of them waits for other ranks."""
-    while frame is not None:
-        file = frame.f_code.co_filename.replace(os.sep, "/")
+    for inner in _frames(frame):
+        file = inner.f_code.co_filename.replace(os.sep, "/")
         if "/torch/" not in file:
             return False
-        if "/torch/distributed/" in file or file.endswith("/nn/parallel/distributed.py"):
+        is_distributed = "/torch/distributed/" in file or file.endswith("/nn/parallel/distributed.py")
+        if is_distributed or inner.f_code.co_name == "_engine_run_backward":
             return True
-        if frame.f_code.co_name == "_engine_run_backward":
-            return True
-        frame = frame.f_back
     return False
 
 
@@ -123,8 +118,7 @@ def _processor_seconds(*, with_children: bool) -> float:
         # A system without these files (or a process that just ended) counts nothing.
         with suppress(OSError, ValueError, IndexError):
             for task in Path(f"/proc/{pid}/task").iterdir():
-                children = {int(word) for word in (task / "children").read_text().split()} - seen
-                pids += children
+                pids += {int(word) for word in (task / "children").read_text().split()} - seen
             if pid != os.getpid():
                 numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 used += (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
@@ -147,7 +141,7 @@ _STACK_BYTES = 512 * 1024
 
 
 @dataclass(frozen=True)
-class Status:
+class Status(Record):
     """How a rank is; durations, as clocks of different machines do not agree."""
 
     beat: int
@@ -159,15 +153,6 @@ class Status:
     """Since something was achieved."""
     where: str
     place: str
-
-    def pack(self) -> str:
-        """Write it as JSON."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def unpack(text: str | bytes) -> Status:
-        """Read back what `pack` wrote."""
-        return Status(**json.loads(text))
 
 
 class Watch(threading.Thread):
@@ -287,10 +272,6 @@ class Watch(threading.Thread):
         reasons = "The system kills a process where memory runs out; other reasons are a crash, or code that exits."
         return RankFailure(rank, 1, f"rank {rank} died{where}: {how}. {reasons}")
 
-    def _status_of(self, rank: int) -> Status | None:
-        key = f"status/{rank}"
-        return Status.unpack(self._store.get(key)) if self._store.check([key]) else None
-
     def _judge(self) -> RankFailure | None:
         """Look at the others: does one keep the rest waiting, or is one gone without a word?"""
         session, now = self._session, time.monotonic()
@@ -300,7 +281,8 @@ class Watch(threading.Thread):
         for rank in looked_at:
             if self._has_left(rank):
                 continue
-            status = self._status_of(rank)
+            key = f"status/{rank}"
+            status = Status.unpack(self._store.get(key)) if self._store.check([key]) else None
             beat = -1 if status is None else status.beat
             if self._seen.get(rank, (None, now))[0] != beat:
                 self._seen[rank] = (beat, now)
@@ -380,7 +362,9 @@ class Watch(threading.Thread):
             note = f"\n{session.remedy}" if session.remedy else ""
             with suppress(OSError, ValueError):
                 print(f"{first.printed}{note}", file=sys.stderr, flush=True)
-        session.clean_up()
+        # What this rank would remove on its way out.
+        for folder in session.folders:
+            shutil.rmtree(folder, ignore_errors=True)
         # The launcher ends the others as soon as it sees one gone: they go together, each with its own exit code.
         with suppress(Exception):
             self._store.set(f"left/{session.rank}", "1")
@@ -446,8 +430,6 @@ def is_running(pid: int) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)  # it runs, and is somebody else's
     return True

@@ -12,12 +12,13 @@ Promises:
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from batchwright.report.page.markup import html
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from rich.console import RenderableType
 
@@ -28,21 +29,43 @@ Columns = list[tuple[str, list[str]]]
 _WIDTH_OF_A_PIPE = 400
 
 
-def draw_table(summary: str, columns: Columns, remarks: Iterable[str], *, left: int = 0) -> RenderableType:
-    """Draw a summary, a table whose first row stands out, and remarks; the first `left` columns are words."""
-    from rich.console import Group
-    from rich.text import Text
+@dataclass(frozen=True)
+class Drawing:
+    """What a result shows, whatever it is drawn on."""
 
-    notes = [Text(remark) for remark in remarks]
-    if not columns:  # without rows the remarks are the answer
-        return Group(Text(summary, style="bold"), *([Text(), *notes] if notes else []))
-    heads, *rows = table_lines(columns, left=left)
-    lines = [Text(line, no_wrap=True, overflow="ignore") for line in heads.split("\n")]
-    lines += [
-        Text(row, no_wrap=True, overflow="ignore", style="bold" if number == 0 else "")
-        for number, row in enumerate(rows)
-    ]
-    return Group(Text(summary, style="bold"), Text(), *lines, Text(), *notes)
+    summary: str
+    columns: Columns
+    remarks: tuple[str, ...]
+    left: int
+    """So many columns, the first ones, are words."""
+    bold: Collection[int]
+    """The rows that stand out."""
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        notes = [Text(remark) for remark in self.remarks]
+        if not self.columns:  # without rows the remarks are the answer
+            return Group(Text(self.summary, style="bold"), *([Text(), *notes] if notes else []))
+        heads, *rows = table_lines(self.columns, left=self.left)
+        lines = [Text(line, no_wrap=True, overflow="ignore") for line in heads.split("\n")]
+        lines += [
+            Text(row, no_wrap=True, overflow="ignore", style="bold" if number in self.bold else "")
+            for number, row in enumerate(rows)
+        ]
+        return Group(Text(self.summary, style="bold"), Text(), *lines, Text(), *notes)
+
+    def to_html(self) -> str:
+        """Return it for a notebook."""
+        return table_to_html(self.summary, self.columns, self.remarks)
+
+
+def draw_table(
+    summary: str, columns: Columns, remarks: Iterable[str], *, left: int = 0, bold: Collection[int] = (0,)
+) -> Drawing:
+    """Draw a summary, a table whose `bold` rows stand out, and remarks; the first `left` columns are words."""
+    return Drawing(summary, columns, tuple(remarks), left, bold)
 
 
 def table_lines(columns: Columns, *, left: int = 0) -> list[str]:
@@ -86,6 +109,15 @@ def table_to_html(summary: str, columns: Columns, remarks: Iterable[str]) -> str
     )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if columns else ""
     return f"<p><b>{html(summary)}</b></p>{table}<p>{'<br>'.join(html(remark) for remark in remarks)}</p>"
+
+
+def or_dash(write: Callable[[Any], str], value: Any) -> str:
+    """Write a cell of a table; what is not known is a dash.
+
+    >>> or_dash("{:,}".format, 2500), or_dash("{:,}".format, None)
+    ('2,500', '-')
+    """
+    return "-" if value is None else write(value)
 
 
 def text_to_html(text: str) -> str:

@@ -303,6 +303,12 @@ class EpochPlan:
         batch: list[int] = self.samples[self.rounds.starts[index, rank] : self.rounds.stops[index, rank]].tolist()
         return batch
 
+    @property
+    def waste(self) -> float:
+        """The padding over all tokens of the batches."""
+        padded = float((self.sizes * self.longest).sum())
+        return 1 - float(self.tokens.sum()) / padded if padded else 0.0
+
     def left_after(self, num_rounds: int) -> Numbers:
         """Return the samples that the first rounds leave over."""
         taken = np.zeros(len(self.samples) + 1, np.int64)

@@ -117,8 +117,7 @@ def _measure_windows(lengths: Numbers, budget: Budget, window: int, classes: int
         some = lengths[rng.integers(0, len(lengths), windows * window)]
     cut = cut_epoch(some, budget, Mixing(windows, classes), rng=rng)
     plan = plan_epoch(some, cut, budget, ranks=1, rng=rng)
-    tokens, padded = float(plan.tokens.sum()), float((plan.sizes * plan.longest).sum())
-    return 1 - tokens / padded, plan.rounds.number / tokens
+    return plan.waste, plan.rounds.number / float(plan.tokens.sum())
 
 
 def pair_repeat(one: EpochPlan, other: EpochPlan, number: int) -> float:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from batchwright.errors import InvalidInputError
+from batchwright.printed_result import PrintedLine
 from batchwright.sampler.lengths import read_lengths
 from batchwright.units import counted, whole_number
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Packing:
+class Packing(PrintedLine):
     """Samples in rows; what an attention kernel needs to keep them apart is made row by row.
 
     >>> rows = pack([5, 3, 4, 2, 6], max_tokens=10)
@@ -85,11 +86,6 @@ class Packing:
     def __str__(self) -> str:
         rows, samples = counted(len(self), "row"), counted(len(self.lengths), "sample")
         return f"{samples} in {rows} of {self.max_tokens:,} tokens, {100 * self.waste:.1f} % left empty"
-
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import text_to_html
-
-        return text_to_html(str(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rows as plain data."""

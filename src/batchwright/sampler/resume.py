@@ -119,7 +119,7 @@ class EpochProgress:
         for number, segment in enumerate(self.segments):
             if plan is not None:
                 before = self.segments[number - 1].rounds
-                _check_rounds(before, plan)
+                check_rounds(before, plan)
                 left, least = plan.left_after(before), 0
             elif self.epoch > 0:
                 least = rounds_of_every_epoch(first.batches(), mixing, segment.ranks)
@@ -132,10 +132,6 @@ class EpochProgress:
             plan = plan_epoch(lengths, cut, budget, ranks=segment.ranks, rng=rng, least_rounds=least)
         assert plan is not None, "an epoch has begun"
         return plan
-
-    def check_fits(self, plan: EpochPlan) -> None:
-        """Refuse more rounds than the plan of the present ranks has."""
-        _check_rounds(self.rounds, plan)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress as plain data."""
@@ -169,7 +165,8 @@ class EpochProgress:
         self.epoch, self.segments = epoch, segments
 
 
-def _check_rounds(rounds: int, plan: EpochPlan) -> None:
+def check_rounds(rounds: int, plan: EpochPlan) -> None:
+    """Refuse more rounds than a plan has."""
     if rounds > plan.rounds.number:
         raise InvalidInputError(
             f"this state counts {rounds:,} rounds on {plan.rounds.starts.shape[1]:,} ranks; the samples that were left "

@@ -56,15 +56,9 @@ class SamplerStats(PrintedResult):
         return {"schema": 1, "source": "formula", **asdict(self)}
 
     def __rich__(self) -> RenderableType:
-        from batchwright.report.text.sampler_text import draw_stats
+        from batchwright.report.text.plan_text import draw_stats
 
         return draw_stats(self)
-
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import table_to_html
-        from batchwright.report.text.sampler_text import stats_columns, stats_remarks, summarize_stats
-
-        return table_to_html(summarize_stats(self), stats_columns(self), stats_remarks(self))
 
 
 def summarize_epoch(plan: EpochPlan, following: EpochPlan, usable: Usable, num_windows: int) -> SamplerStats:
@@ -76,7 +70,7 @@ def summarize_epoch(plan: EpochPlan, following: EpochPlan, usable: Usable, num_w
         steps=plan.rounds.number,
         ranks=plan.rounds.starts.shape[1],
         tokens=int(plan.tokens.sum()),
-        waste=share_of_padding(plan),
+        waste=plan.waste,
         fill=float(plan.costs.sum()) / num_batches / float(plan.budget.limit) if num_batches else 0.0,
         rank_idle=share_idle(plan),
         pair_repeat=pair_repeat(plan, following, len(plan.lengths)),
@@ -88,12 +82,6 @@ def summarize_epoch(plan: EpochPlan, following: EpochPlan, usable: Usable, num_w
         single=usable.num_single,
         off_multiple=int((plan.sizes % plan.budget.multiple_of > 0).sum()),
     )
-
-
-def share_of_padding(plan: EpochPlan) -> float:
-    """Return the padding over all tokens of the batches."""
-    padded = float((plan.sizes * plan.longest).sum())
-    return 1 - float(plan.tokens.sum()) / padded if padded else 0.0
 
 
 def share_idle(plan: EpochPlan) -> float:

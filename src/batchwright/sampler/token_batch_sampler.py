@@ -20,7 +20,14 @@ from batchwright.sampler.cost import BatchCost, Budget, select_usable
 from batchwright.sampler.epoch_plan import FirstEpoch, cut_epoch
 from batchwright.sampler.lengths import gather_lengths
 from batchwright.sampler.mixing import choose_mixing
-from batchwright.sampler.resume import EpochProgress, Received, Tracked, read_rank, refuse_second_sharding
+from batchwright.sampler.resume import (
+    EpochProgress,
+    Received,
+    Tracked,
+    check_rounds,
+    read_rank,
+    refuse_second_sharding,
+)
 from batchwright.sampler.stats import SamplerStats, summarize_epoch
 from batchwright.units import counted, shortened, whole_number
 
@@ -229,17 +236,12 @@ class TokenBatchSampler:
         progress.load_state_dict(state, num_samples=len(self.lengths) - self._usable.num_dropped)
         progress.resume_on(self.world_size)
         plan = self._planned(progress)
-        progress.check_fits(plan)
+        check_rounds(progress.rounds, plan)
         self._num_passes += 1
         self._progress = progress
         self._first, self._plan = progress.rounds, plan
         self._received = Received()
         self.is_resumed = True
-
-    @property
-    def num_received(self) -> int:
-        """Batches of this rank that the loop has received of the epoch, on the present number of ranks."""
-        return self._progress.rounds
 
     def expect_counts(self, loader: Any = None) -> None:
         """Leave it to somebody who sees the loop, and its loader, to count what it receives of the next iteration."""

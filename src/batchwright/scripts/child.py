@@ -1,10 +1,12 @@
-"""The other side of a script's probe: `python -m batchwright.scripts.child JOB`, in the folder the program runs in.
+"""The other side of a script's probes: `python -m batchwright.scripts.child`, in the folder the program runs in.
 
-The program runs here as `python train.py` would run it, under hooks, until it has made so many windows. Then the answer
-is written and the process ends at once: frameworks do much at their end, and none of it is waited for.
+A line of stdin names the file of a job. What the program imports is imported once; each job then runs in a fork, as
+`python train.py` would run it, under hooks, until it has made so many windows. Then the answer is written and the fork
+ends at once: frameworks do much at their end, and none of it is waited for.
 
 Promises:
 - imports come first, and are outside of any budget;
+- a process that imports have given threads is not forked: it runs its job itself, and ends;
 - however the program ends, an answer is written: cut, finished, out of memory, failed, exited, or silent for too long.
 """
 
@@ -12,9 +14,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import json
 import os
 import runpy
+import signal
+import socket
+import struct
 import sys
 import threading
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,16 +28,29 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from batchwright.catalogue.cards import names_a_card
 from batchwright.scripts.outputs import writes_led_to
-from batchwright.scripts.script_run import CUT, EXITED, FAILED, FINISHED, OUT_OF_MEMORY, SILENT, ScriptRun
+from batchwright.scripts.script_run import CUT, EXITED, FAILED, FINISHED, OUT_OF_MEMORY, SILENT, TOO_SMALL, ScriptRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from batchwright.scripts.watch import Watch
+    from batchwright.scripts.watch import Measure, Watch
     from batchwright.units import PeakBytes
 
-ANSWER = "answer.json"
+ANSWER, MEASURED = "answer.json", "measured.pt"
+# What is read of samples once for all probes.
+LENGTHS = "lengths.json"
+# What is answered on stdout, each with a number: the process of a job, and how it ended.
+STARTED, ENDED = "started", "ended"
+# What can be measured beside memory and time, and the class that does it.
+MEASURES = {
+    "noise": "batchwright.scripts.noise_script:NoiseMeasure",
+    "gradient": "batchwright.scripts.audit_script:GradientMeasure",
+}
+# What ends a line of input, and how many questions are answered so.
+_END_OF_INPUT, _MOST_QUESTIONS = b"\x04", 64
+_WRITERS_ELSEWHERE = ("safetensors.torch", "huggingface_hub")
 # So deep are files of the user's own followed for what they import.
 _DEEPEST = 20
 
@@ -48,7 +67,18 @@ class ScriptJob:
     seconds: float
     folder: str
     """Where the answer and all that the program writes go."""
+    log: str
+    """Where its output goes; "" shows it on stderr."""
     limit_bytes: int | None = None
+    is_roomy: bool = False
+    """A simulated card gives more than it has, so that the peak of what does not fit is known too."""
+    devices: int = 1
+    loader_sizes: tuple[int, int] | None = None
+    is_launched: bool = False
+    """By a launcher, or as one of several: it finds the environment that a launcher sets."""
+    measure: str = ""
+    is_watched: bool = True
+    """False runs the program without a hook in it: does it fail by itself?"""
 
     def write(self, file: Path) -> None:
         """Write the job for another process."""
@@ -58,39 +88,128 @@ class ScriptJob:
     def read(file: Path) -> ScriptJob:
         """Read what `write` wrote."""
         data = json.loads(file.read_text(encoding="utf-8"))
-        return ScriptJob(**{**data, "arguments": tuple(data["arguments"])})
+        sizes = data["loader_sizes"]
+        lists = {"arguments": tuple(data["arguments"]), "loader_sizes": None if sizes is None else tuple(sizes)}
+        return ScriptJob(**{**data, **lists})
 
 
-def main() -> NoReturn:
-    """Run one probe and leave."""
-    job = ScriptJob.read(Path(sys.argv[1]))
-    _stand_in_for(job)
-    if not job.is_module:
-        import_what_is_imported(Path(job.program))
+def main() -> None:
+    """Run the jobs whose files are named, a line each."""
+    can_fork: bool | None = None
+    for line in sys.stdin:
+        job = ScriptJob.read(Path(line.rstrip("\n")))
+        _stand_in_for(job)
+        if can_fork is None:
+            can_fork = _import_before(job)
+        if not can_fork:
+            _answer(STARTED, os.getpid())
+            _run(job)
+        process = os.fork()
+        if process == 0:
+            os.setpgid(0, 0)
+            _run(job)
+        with suppress(OSError):
+            os.setpgid(process, process)
+        _answer(STARTED, process)
+        _, status = os.waitpid(process, 0)
+        _answer(ENDED, os.waitstatus_to_exitcode(status))
+
+
+def _answer(word: str, number: int) -> None:
+    print(word, number, flush=True)
+
+
+def _import_before(job: ScriptJob) -> bool:
+    """Import what the program will; return whether the process can be forked afterwards."""
+    with suppress(ImportError):
+        import numpy  # noqa: F401  # its threads survive a fork
+    before = _num_threads()
+    for name in _WRITERS_ELSEWHERE:
+        with suppress(Exception):
+            importlib.import_module(name)  # what they write is led away only if they are here before the program
+    with suppress(Exception):
+        spec = importlib.util.find_spec(job.program) if job.is_module else None
+        program = Path(job.program) if spec is None else Path(spec.origin or "")
+        import_what_is_imported(program, Path.cwd() if job.is_module else program.resolve().parent)
     import torch._dynamo  # noqa: F401  # the first optimizer of a process imports it
 
+    return hasattr(os, "fork") and before is not None and _num_threads() == before
+
+
+def _num_threads() -> int | None:
+    """Threads of this process, those of C libraries too; None where the system does not tell."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return None
+
+
+def _run(job: ScriptJob) -> NoReturn:
+    """Become the program: a terminal at which nobody types, its output where it belongs."""
+    nothing = _open_terminal()
+    output = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if job.log else 2
+    for target, source in ((0, nothing), (1, output), (2, output)):
+        os.dup2(source, target)
     _Run(job).run()
+
+
+def _open_terminal() -> int:
+    """Return a terminal of 80 x 24 whose input has ended: programs ask it for its size."""
+    try:
+        import fcntl
+        import termios
+
+        ours, theirs = os.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        os.write(ours, _END_OF_INPUT * _MOST_QUESTIONS)
+    except (ImportError, OSError):
+        return os.open(os.devnull, os.O_RDONLY)
+    return theirs
+
+
+# Trackers write through processes of their own, or to a server: in a probe they are off.
+_TRACKERS = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "NEPTUNE_MODE": "debug",
+    "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "disabled",
+    "DVCLIVE_TEST": "true",
+}
 
 
 def _stand_in_for(job: ScriptJob) -> None:
     """Have the process look as the program expects it: its arguments, and its folder first on the path."""
     sys.argv = [job.program, *job.arguments]
+    os.environ |= {**_TRACKERS, "MLFLOW_TRACKING_URI": Path(job.folder, "mlruns").resolve().as_uri()}
+    if job.is_launched:
+        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": job.devices, "LOCAL_WORLD_SIZE": job.devices}
+        os.environ |= {name: str(value) for name, value in alone.items()}
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     sys.path[0] = os.getcwd() if job.is_module else str(Path(job.program).resolve().parent)
 
 
 class _Run:
     def __init__(self, job: ScriptJob) -> None:
+        from batchwright.scripts.longest_batches import LongestBatches
         from batchwright.scripts.watch import Watch
 
         self._job = job
-        self._watch = Watch(job.num_windows)
+        self._measure = _open_measure(job)
+        self._watch = Watch(job.num_windows, self._measure, job.loader_sizes)
+        if not job.measure:
+            # What measures gradients trains as the program does.
+            self._watch.longest = LongestBatches(Path(job.folder).parents[1] / LENGTHS, self._watch.notes)
         self._peak: Callable[[], PeakBytes | None] = lambda: None
         self._written: list[str] = []
+        self._programs: list[str] = []
         self._leaving = threading.Lock()
 
     def run(self) -> NoReturn:
         """Run the program to its cut, or to whatever end it takes."""
-        from batchwright.device.out_of_memory import is_out_of_memory
+        from batchwright.device.outcome import is_out_of_memory, is_too_small
 
         job, end = self._job, FINISHED
         error: BaseException | None = None
@@ -102,9 +221,12 @@ class _Run:
         try:
             with ExitStack() as stack:
                 scratch = stack.enter_context(writes_led_to(Path(job.folder)))
-                self._written = scratch.written
-                self._peak = stack.enter_context(_measured(job, self._watch))
-                stack.enter_context(self._watch.on())
+                self._written, self._programs = scratch.written, scratch.programs
+                if job.is_watched:
+                    self._peak = stack.enter_context(_measured(job, self._watch))
+                    stack.enter_context(self._watch.on())
+                if self._measure is not None:
+                    self._measure.seed()
                 if job.is_module:
                     runpy.run_module(job.program, run_name="__main__", alter_sys=True)
                 else:
@@ -112,7 +234,11 @@ class _Run:
         except SystemExit as leaving:
             end, error = (FINISHED if leaving.code in (None, 0) else EXITED), leaving
         except BaseException as raised:
-            end, error = (OUT_OF_MEMORY if is_out_of_memory(raised) else FAILED), raised
+            end, error = FAILED, raised
+            if is_out_of_memory(raised):
+                end = OUT_OF_MEMORY
+            elif is_too_small(raised):
+                end = TOO_SMALL
         self._leave(end, error)
 
     def _leave(self, end: str, error: BaseException | None = None) -> NoReturn:
@@ -122,13 +248,50 @@ class _Run:
             peak = self._peak()
         written = tuple(dict.fromkeys(self._written))
         run = replace(self._watch.report(), end=end, peak_bytes=peak, files_written=written)
+        if self._programs:
+            names = ", ".join(dict.fromkeys(self._programs))
+            run = replace(
+                run, notes=(*run.notes, f"it started other programs ({names}): what they write is not led away")
+            )
         if error is not None:
             run = replace(run, error=f"{type(error).__name__}: {error}", traceback=_traceback_of(error))
+        if self._measure is not None:
+            import torch
+
+            torch.save(self._measure.result(), Path(self._job.folder) / MEASURED)
         write_answer(run, Path(self._job.folder))
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
+        for process in descendants_of(os.getpid()):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
         os._exit(0)
+
+
+def descendants_of(process: int) -> list[int]:
+    """Return the processes that a process has started, and those that they have, as far as the system tells."""
+    children: dict[int, list[int]] = {}
+    with suppress(OSError):
+        for entry in os.listdir("/proc"):
+            if entry.isdecimal():
+                with suppress(OSError, ValueError, IndexError):
+                    parent = int(Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[1])
+                    children.setdefault(parent, []).append(int(entry))
+    descendants: list[int] = []
+    waiting = [process] if process else []
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        descendants += below
+        waiting += below
+    return descendants
+
+
+def _open_measure(job: ScriptJob) -> Measure | None:
+    if not job.measure:
+        return None
+    module, _, name = MEASURES[job.measure].partition(":")
+    return getattr(importlib.import_module(module), name)(job.num_windows)  # type: ignore[no-any-return]
 
 
 def write_answer(run: ScriptRun, folder: Path) -> None:
@@ -148,10 +311,10 @@ def _traceback_of(error: BaseException) -> str:
 def _measured(job: ScriptJob, watch: Watch) -> Iterator[Callable[[], PeakBytes | None]]:
     """Measure memory where the program runs, under its budget if there is one."""
     if job.on != "cpu":
-        with _on_card(job, watch) as peak:
+        with _on_card(job, watch) if names_a_card(job.on) else _on_accelerator(job) as peak:
             yield peak
         return
-    from batchwright.device.process_memory import PeakWatch, can_limit, holes_filled, limited_to
+    from batchwright.device.host import PeakWatch, can_limit, holes_filled, limited_to
     from batchwright.units import PeakBytes as Peak
 
     if not can_limit():
@@ -169,31 +332,68 @@ def _measured(job: ScriptJob, watch: Watch) -> Iterator[Callable[[], PeakBytes |
                 stack.enter_context(limited_to(outside + job.limit_bytes))
             # What ran under the limit cannot have exceeded it, though the reading is only so exact.
             most = job.limit_bytes or sys.maxsize
-            yield lambda: Peak(device=min(memory.peak_bytes() - outside, most))
+            rises: dict[str, int] = {}
+            now = ["build"]
+
+            def peak_so_far() -> int:
+                return min(memory.peak_bytes() - outside, most)
+
+            def enter(phase: str) -> None:
+                if (risen := peak_so_far()) > max(rises.values(), default=0):
+                    rises[now[0]] = risen
+                now[0] = phase
+
+            watch.enter_phase, watch.parts = enter, lambda: ({}, rises)
+            yield lambda: Peak(device=peak_so_far())
+
+
+@contextmanager
+def _on_accelerator(job: ScriptJob) -> Iterator[Callable[[], PeakBytes | None]]:
+    """Measure on this machine's own card. Never run: no such machine was at hand."""
+    from batchwright.device.device import AcceleratorDevice, open_device
+
+    device = open_device(job.on)
+    assert isinstance(device, AcceleratorDevice)
+    with replace(device, limit_bytes=job.limit_bytes).measured() as peak:
+        yield peak
 
 
 @contextmanager
 def _on_card(job: ScriptJob, watch: Watch) -> Iterator[Callable[[], PeakBytes | None]]:
+    from batchwright.memory.breakdown import break_down
     from batchwright.memory.on_card import card_named
     from batchwright.simulated.card import SimulatedCard
     from batchwright.trace.real_host import program_on_card
 
     named = card_named(job.on, memory=job.limit_bytes)
     assert named is not None
-    card = SimulatedCard(named)
-    with program_on_card(card) as trace:
+    card = SimulatedCard(named, is_roomy=job.is_roomy)
+    with program_on_card(card, devices=job.devices if job.is_launched else None) as trace:
         watch.enter_phase = trace.phase
+        trace.phase("build")
+        watch.saw_model, watch.saw_optimizer = trace.see_model, trace.optimizers.append
+        watch.run_forward = trace.forwards.run
 
         def peak() -> PeakBytes:
             watch.num_made_up = trace.num_made_up
+            if trace.forwards.num_left_out:
+                watch.notes[
+                    f"{trace.forwards.num_left_out:,} forwards without gradients repeated those before them, and were "
+                    "not followed again"
+                ] = None
             watch.notes.update(trace.notes)
+            broken_down = break_down(trace.log)
+            watch.parts = lambda: (
+                broken_down.parts,
+                {phase.phase: phase.peak_bytes for phase in broken_down.phases},
+            )
             return card.peak_bytes
 
         yield peak
 
 
-def import_what_is_imported(script: Path) -> None:
-    """Import the packages that a script and its neighbours import, before anything is measured or simulated.
+def import_what_is_imported(script: Path, root: Path) -> None:
+    """Import the packages that a script and its neighbours below `root` import, before anything is measured.
 
     Libraries that find a card look for its driver when they are imported; and imports are outside of a budget.
     """
@@ -205,7 +405,7 @@ def import_what_is_imported(script: Path) -> None:
             continue
         seen.add(file)
         for name, members in _imports_of(file):
-            neighbour = _neighbour(script.resolve().parent, name)
+            neighbour = _neighbour(root, name)
             if neighbour is not None:
                 waiting.append((neighbour, depth + 1))
                 continue

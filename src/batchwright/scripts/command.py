@@ -29,6 +29,8 @@ _EXAMPLE = "batchwright fit -- python train.py --batch-size {micro_batch}"
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?(\.exe)?$")
 # Options of the interpreter that are followed by a value of their own.
 _PYTHON_VALUES = ("-W", "-X", "--check-hash-based-pycs")
+# A size that stands in the program itself, where it makes its loader.
+LOADER = re.compile(r"DataLoader\(batch_size=(\d+)\)")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
@@ -46,6 +48,8 @@ class UserCommand:
     launcher: str = "python"
     num_processes: int = 1
     environment: tuple[tuple[str, str], ...] = ()
+    loader_sizes: tuple[int, int] | None = None
+    """Batches of the first size that the program asks a loader for are given the second."""
 
     def __str__(self) -> str:
         import shlex
@@ -59,7 +63,8 @@ class UserCommand:
         >>> sorted(read_command(["train.py", "--batch-size={micro_batch}", '{"lr": 1}']).placeholders)
         ['micro_batch']
         """
-        return frozenset(name for word in self.arguments for name in re.findall(r"\{([A-Za-z_]\w*)\}", word))
+        words = (*self.arguments, *(value for _, value in self.environment))
+        return frozenset(name for word in words for name in re.findall(r"\{([A-Za-z_]\w*)\}", word))
 
     def fill(self, values: Mapping[str, Any]) -> UserCommand:
         """Put values in the places that are named; what is not named stays as it is typed.
@@ -73,7 +78,8 @@ class UserCommand:
                 re.sub(r"\{([A-Za-z_]\w*)\}", lambda place: str(values.get(place[1], place[0])), word) for word in words
             )
 
-        return replace(self, words=filled(self.words), arguments=filled(self.arguments))
+        environment = tuple((name, filled([value])[0]) for name, value in self.environment)
+        return replace(self, words=filled(self.words), arguments=filled(self.arguments), environment=environment)
 
     def with_option(self, option: str, value: object) -> UserCommand:
         """Set an option of the program: in its place if it is there, else at the end.
@@ -83,10 +89,24 @@ class UserCommand:
         'train.py --batch-size 8 lr=0.1'
         >>> str(command.with_option("batch_size=", 8))
         'train.py --batch-size 4 lr=0.1 batch_size=8'
+        >>> str(command.with_option("$BSZ", 8))
+        'BSZ=8 train.py --batch-size 4 lr=0.1'
+        >>> command.with_option("DataLoader(batch_size=4)", 8).loader_sizes
+        (4, 8)
         """
+        if option.startswith("$"):
+            return self._with_variable(option[1:], str(value))
+        if (loader := LOADER.fullmatch(option)) is not None:
+            return replace(self, loader_sizes=(int(loader[1]), int(str(value))))
         arguments = set_option(self.arguments, option, value)
         kept = len(self.words) - len(self.arguments)
         return replace(self, words=(*self.words[:kept], *arguments), arguments=arguments)
+
+    def _with_variable(self, name: str, value: str) -> UserCommand:
+        others = tuple((known, held) for known, held in self.environment if known != name)
+        words = self.words[len(self.environment) :]
+        environment = (*others, (name, value))
+        return replace(self, words=(*map("=".join, environment), *words), environment=environment)
 
 
 def set_option(arguments: Sequence[str], option: str, value: object) -> tuple[str, ...]:
@@ -258,5 +278,5 @@ def check_program(command: UserCommand, cwd: Path) -> None:
     if not command.is_module and not (cwd / command.program).is_file():
         where = f" in {cwd}" if str(cwd) != "." else ""
         raise InvalidInputError(
-            f"there is no script {shortened(command.program)}{where}.", remedy="its path, or cwd= in Python"
+            f"there is no script {shortened(command.program)}{where}.", remedy='its path, or cwd="FOLDER"'
         )

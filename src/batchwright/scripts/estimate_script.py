@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from batchwright.catalogue.cards import names_a_card
 from batchwright.device.device import default_device
+from batchwright.fitting.request import FitRequest
 from batchwright.printed_result import PrintedResult
-from batchwright.scripts.probe import DEFAULT_SECONDS, DEFAULT_WINDOWS, ScriptProbe, check_that_it_ran
+from batchwright.scripts.command import ACCUMULATION, MICRO_BATCH
+from batchwright.scripts.fit_script import fit_script
+from batchwright.scripts.probe import DEFAULT_WINDOWS, Probes
+from batchwright.scripts.recognise import with_recognised_options
 from batchwright.scripts.script_run import OUT_OF_MEMORY, ScriptRun
+from batchwright.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -56,6 +61,8 @@ class ScriptEstimate(PrintedResult):
             "accumulation": run.accumulation,
             "peak_bytes": None if run.peak_bytes is None else asdict(run.peak_bytes),
             "limit_bytes": self.limit_bytes,
+            "parts": dict(run.parts),
+            "phase_bytes": dict(run.phase_bytes),
             "windows": run.windows,
             "num_windows": run.num_windows,
             "backwards_per_window": list(run.backwards_per_window),
@@ -86,32 +93,26 @@ def estimate_script(
     micro_batch: int | None = None,
     accumulation: int | None = None,
     shape: Mapping[str, Any] | None = None,
-    limit_bytes: int | None = None,
-    steps: int = DEFAULT_WINDOWS,
-    seconds: float = DEFAULT_SECONDS,
-    show_output: bool = False,
+    memory: str | int | None = None,
+    find_max: bool = False,
+    devices: int = 1,
     progress: Callable[[str], None] | None = None,
 ) -> ScriptEstimate:
-    """Run a program until its second optimizer step and return what it takes.
-
-    Args:
-        script: the program as it is typed.
-        on: where: cpu, or a card of the catalogue, which is simulated. Default: the accelerator here, else cpu.
-        micro_batch: fills {micro_batch}, or the script's batch option; default: as it is typed.
-        accumulation: likewise.
-        shape: values of further placeholders.
-        limit_bytes: a budget: of the process on the host, of the card on a card.
-        steps: optimizer steps after which the program is cut.
-        seconds: the longest that it may take.
-        show_output: show what the program prints, on stderr.
-        progress: called with what is being done.
-    """
+    """Run a program until its second optimizer step and return what it takes; the arguments are those of `estimate`."""
     place = on or default_device()
-    command = script.at(micro_batch, accumulation=accumulation, shape=shape)
-    if progress is not None:
-        progress(f"running {command} until optimizer step {steps}")
-    probe = ScriptProbe(command, place, Path(script.cwd), steps, seconds, show_output)
-    run = probe.run(limit_bytes=limit_bytes)
-    check_that_it_ran(run, command, seconds=seconds)
-    source = "measured" if place == "cpu" else "predicted"
+    say = progress or (lambda _: None)
+    if find_max:
+        # The options are recognised once, by the search, which names the command.
+        request = FitRequest.read(on=place, memory=memory, shapes=shape, devices=devices)
+        micro_batch = fit_script(script, request, say).micro_batch
+    turned = {MICRO_BATCH: micro_batch, ACCUMULATION: accumulation}
+    wanted = [name for name, value in turned.items() if value is not None]
+    limit_bytes = None if memory is None else parse_bytes(memory)
+    with Probes(script, place, devices=devices) as probes:
+        script, notes = with_recognised_options(probes, wanted, shape=shape, say=say)
+        command = script.at(micro_batch, accumulation=accumulation, shape=shape)
+        say(f"running {command} until optimizer step {DEFAULT_WINDOWS}")
+        run = probes.run(command, limit_bytes=limit_bytes)
+    run = replace(run, notes=(*notes, *run.notes))
+    source = "predicted" if names_a_card(place) else "measured"
     return ScriptEstimate(script.name, str(command), place, run, limit_bytes, source)

@@ -1,7 +1,7 @@
 """The largest micro-batch of the user's own program, found by running it again with other numbers.
 
 Promises:
-- the search, its budget and its result are those of a workload; only the prober is another;
+- the search, its budget, its tables and its result are those of a workload; only the prober is another;
 - the option that was turned is named, and that the model's inputs follow it was seen;
 - on a simulated card the answer is predicted, not certified.
 """
@@ -9,156 +9,110 @@ Promises:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchwright.catalogue.cards import names_a_card
-from batchwright.device.device import default_device
+from batchwright.catalogue.cards import context_of, names_a_card
 from batchwright.device.outcome import Outcome
-from batchwright.errors import InvalidInputError, NothingFitsError
-from batchwright.fitting.budget import Budget, open_budget
-from batchwright.fitting.driver import Cap, Cause, run_series
+from batchwright.errors import InvalidInputError
+from batchwright.fitting.driver import find_cap, fit_shapes
 from batchwright.fitting.fit_result import Fit, Restored
-from batchwright.fitting.probers import budget_on
-from batchwright.fitting.search import by_peaks
+from batchwright.fitting.probers import Budget, budget_on, open_budget
 from batchwright.memory.on_card import card_named
-from batchwright.scripts.probe import DEFAULT_SECONDS, ScriptProbe, check_that_it_ran
-from batchwright.scripts.script import Script, check_that_it_follows, recognise_option
-from batchwright.units import whole_number
+from batchwright.scripts.command import MICRO_BATCH
+from batchwright.scripts.probe import Probes
+from batchwright.scripts.recognise import check_that_it_follows, with_recognised_options
+from batchwright.scripts.script_run import OUT_OF_MEMORY, TOO_SMALL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from batchwright.fitting.request import FitRequest
+    from batchwright.scripts.script import Script
     from batchwright.scripts.script_run import ScriptRun
 
-_LARGEST = 2**20
-_MOST_TRIALS = 24
-# How much the peak of one and the same program differs from run to run on a host.
-_NOISE_BYTES = 2**20
+# Settings of `fit` that say something about a workload alone, with what they are by default.
+_OF_WORKLOADS = {"evaluate": False, "clip_norm": None, "allocator": None, "isolate": None}
 
 
 @dataclass
 class ScriptProber:
-    """Probes of a program, each in a process of its own."""
+    """Probes of a program at one size after the other."""
 
     script: Script
-    on: str
-    seconds: float
+    probes: Probes
     limit_bytes: int | None
-    show_output: bool = False
-    runs: dict[int, ScriptRun] = field(default_factory=dict)
+    accumulation: int | None
+    runs: dict[tuple[int, str], ScriptRun] = field(default_factory=dict)
 
-    def probe(self, micro_batch: int, shape: Mapping[str, Any] | None = None) -> Outcome:
+    where = "the program itself, in a process of its own for each probe"
+
+    @property
+    def on(self) -> str:
+        """The device."""
+        return self.probes.on
+
+    def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
         """Run the program at a size until its second optimizer step."""
-        command = self.script.at(micro_batch, shape=shape)
-        probe = ScriptProbe(command, self.on, Path(self.script.cwd), seconds=self.seconds, show_output=self.show_output)
-        run = probe.run(limit_bytes=self.limit_bytes)
-        check_that_it_ran(run, command, seconds=self.seconds)
-        self.runs[micro_batch] = run
-        if self.script.batch_option is not None:
-            check_that_it_follows(self.script, self.script.batch_option, self.runs)
+        command = self.script.at(micro_batch, accumulation=self.accumulation, shape=shape)
+        run = self.probes.run(command, limit_bytes=self.limit_bytes, may_be_too_small=True)
+        self.runs[micro_batch, str(shape)] = run
+        check_that_it_follows(
+            self.script, {size: seen for (size, shape_of), seen in self.runs.items() if shape_of == str(shape)}
+        )
         return Outcome(
             micro_batch,
-            dict(shape or {}),
-            "fits" if run.was_cut else "out_of_memory",
-            run.peak_bytes if run.was_cut else None,
+            dict(shape),
+            "fits" if run.was_cut else "failed" if run.end == TOO_SMALL else "out_of_memory",
+            run.peak_bytes if run.was_cut or names_a_card(self.on) else None,
             seconds=run.seconds,
             step_seconds=run.window_seconds[-1] if run.window_seconds and self.on == "cpu" else None,
             accumulation=run.accumulation or 1,
-            rule=None if run.was_cut else "the program's own error",
+            rule="the program's own error" if run.end == OUT_OF_MEMORY else None,
+            is_too_small=run.end == TOO_SMALL,
             error=run.error or None,
         )
 
-
-def fit_script(
-    script: Script,
-    *,
-    on: str | None = None,
-    memory: str | int | None = None,
-    limit: int | None = None,
-    shape: Mapping[str, Any] | None = None,
-    margin: float = 0.0,
-    max_trials: int = _MOST_TRIALS,
-    seconds: float = DEFAULT_SECONDS,
-    show_output: bool = False,
-    progress: Callable[[str], None] | None = None,
-) -> Fit:
-    """Find the largest micro-batch at which a program runs.
-
-    Args:
-        script: the program as it is typed; {micro_batch}, or its batch option, is turned.
-        on: cpu, or a card of the catalogue, which is simulated. Default: the accelerator here, else cpu.
-        memory: a budget: of the process on the host, of the card on a card.
-        limit: the largest micro-batch of interest.
-        shape: values of further placeholders.
-        margin: the share of the budget that stays free.
-        max_trials: the most probes.
-        seconds: the longest that one probe may take.
-        show_output: show what the program prints, on stderr.
-        progress: called with what is being done.
-    """
-    say = progress or (lambda _: None)
-    place = on or default_device()
-    budget, probe_memory = _budget(place, memory, margin)
-    cap = Cap(_LARGEST, Cause.LARGEST) if limit is None else Cap(whole_number(limit, "limit"), Cause.LIMIT)
-    notes: list[str] = []
-    if not script.sets_micro_batch:
-        script = _with_recognised_option(script, place, seconds, say)
-        notes.append(f"{script.batch_option} of the program sets its micro-batch: the model's inputs follow it")
-    prober = ScriptProber(script, place, seconds, probe_memory, show_output)
-    assert budget.probe_bytes is not None
-    series = run_series(
-        by_peaks(cap.size, budget.probe_bytes, noise=_NOISE_BYTES if place == "cpu" else 0),
-        lambda size: prober.probe(size, shape),
-        cap=cap,
-        max_trials=whole_number(max_trials, "max trials"),
-        say=say,
-    )
-    if series.micro_batch is None:
-        raise NothingFitsError(
-            f"{script.name} does not run on {place} even at micro-batch {min(prober.runs)}.",
-            details=[run.error for run in prober.runs.values() if run.error][:1],
-            remedy="a larger card or budget; batchwright advise oom lists what saves memory",
+    def restored(self) -> Restored:
+        """Nothing of the user's was changed."""
+        return Restored(
+            ("everything",), untouched="the program ran in processes of its own, its files in a scratch folder"
         )
-    at_answer = prober.runs[series.micro_batch]
-    return Fit(
-        name=script.name,
-        on=place,
-        micro_batch=series.micro_batch,
-        limit=cap.size,
-        limit_bytes=budget.limit_bytes,
-        trials=series.trials,
-        next_size=series.next_size,
-        reason=series.reason,
-        shape=dict(shape or {}),
-        restored=Restored(("everything: the program ran in processes of its own, its files in a scratch folder",)),
-        where="the program itself, in a process of its own for each probe",
-        notes=(*notes, f"type: {script.at(series.micro_batch, shape=shape)}", *budget.notes, *at_answer.notes),
-        source="measured" if place == "cpu" else "predicted",
-    )
 
 
-def _budget(place: str, memory: str | int | None, margin: float) -> tuple[Budget, int | None]:
+def fit_script(script: Script, request: FitRequest, say: Callable[[str], None]) -> Fit:
+    """Find the largest micro-batch at which a program runs, at each shape."""
+    given = [name for name, default in _OF_WORKLOADS.items() if getattr(request, name) != default]
+    if given:
+        raise InvalidInputError(f"{', '.join(given)}: for a workload, and a program of your own was given.")
+    budget, probe_bytes = _budget(request)
+    with Probes(script, request.on, devices=request.devices) as probes:
+        script, notes = with_recognised_options(probes, (MICRO_BATCH,), shape=request.shapes[0], say=say)
+        accumulation = request.accumulation if script.sets_accumulation else None
+        prober = ScriptProber(script, probes, probe_bytes, accumulation)
+        answer = fit_shapes(request, prober, budget, cap=find_cap(request), name=script.name, say=say)
+
+    def with_command(fit: Fit) -> Fit:
+        if fit.micro_batch is None:
+            return fit
+        run = prober.runs[fit.micro_batch, str(fit.shape)]
+        command = script.at(fit.micro_batch, accumulation=accumulation, shape=fit.shape)
+        typed = f"type: {command}"
+        if command.loader_sizes is not None:
+            typed = f"in {script.name}: DataLoader(batch_size={fit.micro_batch}), where it is {command.loader_sizes[0]}"
+        source = "predicted" if request.is_on_card else "measured"
+        return replace(fit, notes=(*notes, typed, *fit.notes, *run.notes), source=source)
+
+    return replace(with_command(answer), shapes=tuple(map(with_command, answer.shapes)))
+
+
+def _budget(request: FitRequest) -> tuple[Budget, int | None]:
     """Return the bytes that the search fills, and what a probe is told of them."""
-    if not names_a_card(place):
-        budget = open_budget(place, memory, margin=margin)
+    if not request.is_on_card:
+        budget = open_budget(request.on, request.memory, margin=request.margin)
         return budget, budget.probe_bytes
-    card = card_named(place, memory=memory)
+    card = card_named(request.on, memory=request.memory)
     assert card is not None
-    return budget_on(card, margin), None if memory is None else card.total_bytes
-
-
-def _with_recognised_option(script: Script, place: str, seconds: float, say: Callable[[str], None]) -> Script:
-    say("running the program as it is typed, to see which option sets its batch")
-    command = script.command
-    run = ScriptProbe(command, place, Path(script.cwd), seconds=seconds).run()
-    check_that_it_ran(run, command, seconds=seconds)
-    option = recognise_option(run)
-    if option is None:
-        seen = ", ".join(f"{name} {value}" for name, value in run.options.items()) or "none"
-        raise InvalidInputError(
-            f"no option of {script.name} stands out as its micro-batch; the model receives {run.batch_size} samples.",
-            details=[f"options that have to do with a batch: {seen}"],
-            remedy="{micro_batch} in its place, as in --batch-size {micro_batch}",
-        )
-    return replace(script, batch_option=option)
+    budget = budget_on(card, request.margin)
+    assert budget.probe_bytes is not None
+    # What a margin leaves, and CUDA's own share.
+    return budget, budget.probe_bytes + context_of(card).typical_bytes if request.memory or request.margin else None

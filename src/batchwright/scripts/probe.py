@@ -1,101 +1,273 @@
-"""One probe of the user's own command: run in a process group of its own, cut, and its answer read.
+"""Probes of the user's program: run in processes of their own until they are cut, and what was seen of each.
 
 Promises:
-- the program runs with its own working folder, arguments and environment, and asks nothing of the terminal;
+- the program has its own interpreter, folder, arguments and environment, and asks nothing of the terminal;
+- its packages are imported once for all probes, where forking is safe;
 - its output goes to a log, whose last lines are in any error, or to stderr if asked for;
-- when the probe is over, or interrupted, nothing that it started is left.
+- when the probes are over, or interrupted, nothing that they started is left.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
+from batchwright.catalogue.cards import context_of, names_a_card
 from batchwright.errors import BatchwrightError, InvalidInputError, StepFailedError
-from batchwright.scripts.child import ANSWER, ScriptJob
+from batchwright.memory.on_card import card_named
+from batchwright.scripts.child import ANSWER, ENDED, MEASURED, STARTED, ScriptJob, descendants_of
 from batchwright.scripts.command import UserCommand, check_program
-from batchwright.scripts.script_run import EXITED, FAILED, FINISHED, SILENT, ScriptRun
+from batchwright.scripts.script_run import EXITED, FAILED, FINISHED, OUT_OF_MEMORY, SILENT, TOO_SMALL, ScriptRun
+from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from batchwright.scripts.script import Script
 
 DEFAULT_WINDOWS = 2
-DEFAULT_SECONDS = 600.0
 # Longer than the program's own limit: the child writes what it saw and leaves by itself.
 _GRACE_SECONDS = 30.0
-_LOG_LINES = 15
+# What a program that fails is given to fail without a hook in it.
+_PLAIN_SECONDS = 30.0
+_LOG_LINES, _LOG_WIDTH = 15, 200
 
 
-@dataclass(frozen=True)
-class ScriptProbe:
-    """How a program is probed."""
+class Probes:
+    """Probes of one program in one place; a context, at whose end nothing of them is left."""
 
-    command: UserCommand
-    on: str = "cpu"
-    cwd: Path = Path()
-    num_windows: int = DEFAULT_WINDOWS
-    seconds: float = DEFAULT_SECONDS
-    show_output: bool = False
+    def __init__(self, script: Script, on: str, *, devices: int = 1) -> None:
+        self.script, self.on, self.devices = script, on, devices
+        self._folder = tempfile.TemporaryDirectory(prefix="batchwright-script-")
+        self._server: subprocess.Popen[str] | None = None
+        self._environment: tuple[tuple[str, str], ...] = ()
+        self._groups: set[int] = set()
+        self._count = 0
 
-    def run(self, *, limit_bytes: int | None = None) -> ScriptRun:
-        """Run the program until it is cut, and return what was seen."""
-        check_program(self.command, self.cwd)
-        with tempfile.TemporaryDirectory(prefix="batchwright-script-") as folder:
-            return self._run_in(Path(folder), limit_bytes)
+    def __enter__(self) -> Self:
+        return self
 
-    def _run_in(self, folder: Path, limit_bytes: int | None) -> ScriptRun:
-        scratch = folder / "files"
-        scratch.mkdir()
-        job = ScriptJob(
-            self.command.program,
-            self.command.arguments,
-            self.command.is_module,
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        self._folder.cleanup()
+
+    def run(
+        self,
+        command: UserCommand,
+        *,
+        num_windows: int = DEFAULT_WINDOWS,
+        limit_bytes: int | None = None,
+        measure: str = "",
+        may_be_too_small: bool = False,
+    ) -> ScriptRun:
+        """Run the program until it is cut, and return what was seen; raise what has to be said if it was not."""
+        check_program(command, Path(self.script.cwd))
+        job = self._job(command, num_windows, limit_bytes, measure)
+        run = self._run_on_card(job, command) if names_a_card(self.on) else self._run(job, command)
+        if command.num_processes > 1 and not names_a_card(self.on):
+            text = f"of {command.num_processes} processes that {command.launcher} starts one was run, alone"
+            run = replace(run, notes=(*run.notes, text))
+        is_answer = run.was_cut or run.end == OUT_OF_MEMORY or (run.end == TOO_SMALL and may_be_too_small)
+        if not is_answer and not (measure and run.num_windows):
+            self._raise(run, command)
+        return run
+
+    def _job(
+        self, command: UserCommand, num_windows: int, limit_bytes: int | None = None, measure: str = ""
+    ) -> ScriptJob:
+        self._count += 1
+        # On the host the other ranks would have to be there.
+        devices = max(self.devices, command.num_processes) if names_a_card(self.on) else 1
+        folder = Path(self._folder.name) / str(self._count)
+        (folder / "files").mkdir(parents=True)
+        return ScriptJob(
+            command.program,
+            command.arguments,
+            command.is_module,
             self.on,
-            self.num_windows,
-            self.seconds,
-            str(scratch),
+            num_windows,
+            self.script.seconds,
+            str(folder / "files"),
+            "" if self.script.show_output else str(folder / "output.log"),
             limit_bytes,
+            devices=devices,
+            loader_sizes=command.loader_sizes,
+            is_launched=devices > 1 or command.launcher != "python",
+            measure=measure,
         )
-        job.write(folder / "job.json")
-        log = folder / "output.log"
-        code = self._wait(folder / "job.json", log)
-        output = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        answer = scratch / ANSWER
-        if not answer.exists():
-            return ScriptRun(end=FAILED, error=_describe_exit(code), traceback=_last_lines(output))
-        run = ScriptRun.from_dict(json.loads(answer.read_text(encoding="utf-8")))
-        return run if run.was_cut else _with_output(run, output)
 
-    def _wait(self, job: Path, log: Path) -> int:
-        command = [
-            *(self.command.interpreter, *self.command.interpreter_options),
-            *("-m", "batchwright.scripts.child", str(job)),
-        ]
-        environment = {**os.environ, **dict(self.command.environment), **_paths()}
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                command,
-                cwd=self.cwd,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno() if self.show_output else file,
-                stderr=None if self.show_output else subprocess.STDOUT,
+    def _run_on_card(self, job: ScriptJob, command: UserCommand) -> ScriptRun:
+        """Run a program where memory has no end; if its peak leaves open whether it fits, on the card itself."""
+        card = card_named(job.on, memory=job.limit_bytes)
+        assert card is not None
+        run = self._run(replace(job, is_roomy=True), command)
+        peak = run.peak_bytes
+        if not run.was_cut or peak is None or peak.device is None or peak.device <= card.total_bytes:
+            return run
+        needed = (peak.allocated or 0) + context_of(card).typical_bytes
+        if needed > card.total_bytes:
+            has = f"{card.product} (simulated) has {format_bytes(card.total_bytes)}"
+            error = f"OutOfMemoryError: {has}; the program's tensors and CUDA itself take {format_bytes(needed)}"
+            return replace(run, end=OUT_OF_MEMORY, error=error)
+        # Near the limit the allocator gives back what it has cached, and more may fit.
+        near = self._run(self._job(command, job.num_windows, job.limit_bytes, job.measure), command)
+        return near if near.was_cut else replace(near, peak_bytes=peak)
+
+    def _run(self, job: ScriptJob, command: UserCommand) -> ScriptRun:
+        folder = Path(job.folder)
+        job.write(folder.parent / "job.json")
+        code = self._wait(folder.parent / "job.json", command, job.seconds + _GRACE_SECONDS)
+        log = Path(job.log)
+        output = log.read_text(encoding="utf-8", errors="replace") if job.log and log.exists() else ""
+        answer, measured = folder / ANSWER, folder / MEASURED
+        if not answer.exists():
+            return ScriptRun(end=FAILED, error=_describe_exit(code), traceback=_last_lines(output + self._server_log()))
+        run = ScriptRun.from_dict(json.loads(answer.read_text(encoding="utf-8")))
+        if not run.was_cut and output.strip():
+            run = replace(run, notes=(*run.notes, f"the last lines it printed:\n{_last_lines(output)}"))
+        if not measured.exists():
+            return run
+        import torch
+
+        return replace(run, measured=torch.load(measured, weights_only=True))
+
+    def _wait(self, job: Path, command: UserCommand, seconds: float) -> int:
+        """Have a job run, and return the exit code of its process."""
+        server = self._serve(command)
+        assert server.stdin is not None
+        assert server.stdout is not None
+        deadline = time.monotonic() + seconds
+        with suppress(BrokenPipeError):
+            server.stdin.write(f"{job}\n")
+            server.stdin.flush()
+        while True:
+            ready, _, _ = select.select([server.stdout], [], [], max(deadline - time.monotonic(), 0))
+            if not ready:
+                self._end()
+                return -signal.SIGKILL
+            word, _, number = server.stdout.readline().partition(" ")
+            if word == STARTED:
+                self._groups.add(int(number))
+            elif word == ENDED:
+                self._end_groups()  # loader workers and trackers of that probe
+                return int(number)
+            else:
+                code = server.wait()
+                self._end()
+                return code
+
+    def _serve(self, command: UserCommand) -> subprocess.Popen[str]:
+        """Return the process that forks, begun anew if there is none or the environment is another."""
+        if self._server is not None and self._environment == command.environment:
+            return self._server
+        self._end()
+        self._environment = command.environment
+        with Path(self._folder.name, "server.log").open("ab") as log:
+            self._server = subprocess.Popen(
+                [command.interpreter, *command.interpreter_options, "-m", "batchwright.scripts.child"],
+                cwd=self.script.cwd,
+                env={**os.environ, **dict(command.environment), **_paths()},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sys.stderr.fileno() if self.script.show_output else log,
+                text=True,
                 start_new_session=True,
             )
-            try:
-                return process.wait(self.seconds + _GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                return -signal.SIGKILL
-            finally:
-                _end_group(process)
+        self._groups.add(self._server.pid)
+        return self._server
+
+    def _server_log(self) -> str:
+        log = Path(self._folder.name, "server.log")
+        return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+
+    def _end(self) -> None:
+        """End the program and whatever it started."""
+        server, self._server = self._server, None
+        self._end_groups(server)
+        if server is not None:
+            server.wait()
+            for stream in (server.stdin, server.stdout):
+                with suppress(OSError):
+                    stream.close()  # type: ignore[union-attr]
+
+    def _end_groups(self, server: subprocess.Popen[str] | None = None) -> None:
+        kept = {self._server.pid} if self._server is not None and server is None else set()
+        for process in descendants_of(server.pid if server is not None else 0):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        for group in self._groups - kept:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        self._groups &= kept
+
+    def _fails_by_itself(self, run: ScriptRun, command: UserCommand) -> str:
+        """Run it without a hook, and say whether it fails alike."""
+        if self.script.show_output or names_a_card(self.on):
+            return ""
+        job = replace(self._job(command, 1), is_watched=False, seconds=_PLAIN_SECONDS)
+        plain = self._run(job, command)
+        if plain.end == run.end and plain.error == run.error:
+            return "it fails without batchwright too"
+        if plain.end in (FINISHED, SILENT):
+            return f"without batchwright it ran on for {plain.seconds:.0f} s: this may be a defect of batchwright"
+        return ""
+
+    def _raise(self, run: ScriptRun, command: UserCommand) -> None:
+        """Raise what has to be said of a run that was not cut: it failed, left, or did nothing that can be measured."""
+        seen = (
+            f"{run.num_windows} {run.windows}, {sum(run.backwards_per_window)} backwards, "
+            f"{len(run.input_shapes)} forwards in {run.seconds:.0f} s"
+        )
+        details = [f"seen: {seen}", *run.notes]
+        if run.end in (FAILED, TOO_SMALL):
+            remarks = [remark for remark in (self._fails_by_itself(run, command), _hint(run.error)) if remark]
+            raise StepFailedError("\n".join([*run.notes, run.traceback or run.error, *remarks]).strip())
+        if run.end == EXITED:
+            raise StepFailedError("\n".join([f"the program left by sys.exit: {run.error}", *details]))
+        if run.end == FINISHED:
+            raise InvalidInputError(
+                f"{command} ended by itself before an optimizer step or a forward of a model.",
+                details=details,
+                remedy="arguments with which it trains",
+            )
+        raise BatchwrightError(
+            f"{command} made no {run.windows} within {self.script.seconds:.0f} s.",
+            details=details,
+            remedy="more time, as in bw.Script(..., seconds=1800), or arguments with which it begins to train sooner",
+        )
+
+
+# What an error of the program's own says about how it was run.
+_HINTS = {
+    "EOFError": "the program asks for input, and there is nobody to answer: give what it asks for as arguments",
+    "ConnectionError": "it needs a network: download what it needs before, or set HF_HUB_OFFLINE=1",
+    "gaierror": "it needs a network: download what it needs before, or set HF_HUB_OFFLINE=1",
+    "URLError": "it needs a network: download what it needs before, or set HF_HUB_OFFLINE=1",
+    "MaxRetryError": "it needs a network: download what it needs before, or set HF_HUB_OFFLINE=1",
+    "LocalEntryNotFoundError": "it needs a network: download what it needs before",
+    "Torch not compiled with CUDA": "it asks for a GPU, and this machine has none: simulate one, such as a100-40gb",
+    "no NVIDIA driver": "it asks for a GPU, and this machine has none: simulate one, such as a100-40gb",
+    "No CUDA GPUs": "it asks for a GPU, and this machine has none: simulate one, such as a100-40gb",
+}
+
+
+def _hint(error: str) -> str:
+    """Say what an error means here.
+
+    >>> _hint("EOFError: EOF when reading a line")[:26]
+    'the program asks for input'
+    """
+    return next(
+        (hint for name, hint in _HINTS.items() if name in error.split(":")[0] or (" " in name and name in error)), ""
+    )
 
 
 def _paths() -> dict[str, str]:
@@ -107,13 +279,6 @@ def _paths() -> dict[str, str]:
     return {"PYTHONPATH": f"{own}{os.pathsep}{given}" if given else own}
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the program and whatever it started: loader workers, trackers."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def _describe_exit(code: int) -> str:
     if code < 0:
         return f"the program's process was ended by {signal.Signals(-code).name} and left no answer"
@@ -121,43 +286,6 @@ def _describe_exit(code: int) -> str:
 
 
 def _last_lines(output: str) -> str:
-    return "\n".join(output.rstrip().splitlines()[-_LOG_LINES:])
-
-
-def _with_output(run: ScriptRun, output: str) -> ScriptRun:
-    from dataclasses import replace
-
-    return replace(run, notes=(*run.notes, *_output_note(output)))
-
-
-def _output_note(output: str) -> Iterator[str]:
-    if output.strip():
-        yield f"the last lines it printed:\n{_last_lines(output)}"
-
-
-def check_that_it_ran(run: ScriptRun, command: UserCommand, *, seconds: float) -> None:
-    """Raise what has to be said of a run that was not cut: it failed, left, or did nothing that can be measured."""
-    if run.was_cut or run.end == "out_of_memory":
-        return
-    seen = (
-        f"{run.num_windows} {run.windows}, {sum(run.backwards_per_window)} backwards, {len(run.input_shapes)} forwards "
-        f"in {run.seconds:.0f} s"
-    )
-    details = [f"seen: {seen}", *run.notes]
-    if run.end == FAILED:
-        raise StepFailedError("\n".join([run.traceback or run.error, *run.notes]).strip())
-    if run.end == EXITED:
-        raise StepFailedError("\n".join([f"the program left by sys.exit: {run.error}", *details]))
-    if run.end == FINISHED:
-        raise InvalidInputError(
-            f"{command} ended by itself before an optimizer step or a forward of a model.",
-            details=details,
-            remedy="arguments with which it trains",
-        )
-    if run.end == SILENT:
-        raise BatchwrightError(
-            f"{command} made no {run.windows} within {seconds:.0f} s.",
-            details=details,
-            remedy="more time, or arguments with which it begins to train sooner",
-        )
-    raise BatchwrightError(f"{command} could not be probed: {run.end}.", details=details)
+    """Return the end of a log, without what progress bars wrote over, each line at a readable length."""
+    lines = [line.rpartition("\r")[2] for line in output.replace("\r\n", "\n").rstrip().split("\n")]
+    return "\n".join(line if len(line) <= _LOG_WIDTH else f"{line[:_LOG_WIDTH]} ..." for line in lines[-_LOG_LINES:])

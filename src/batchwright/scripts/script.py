@@ -1,9 +1,4 @@
-"""`Script`: the user's own command where a Workload would go, and which of its options sets the micro-batch.
-
-Promises:
-- nothing in the program has to change; its option is recognised, or named by the user, and always said;
-- an option counts as the one that sets the micro-batch only if the model's inputs follow it.
-"""
+"""`Script`: the user's own command where a Workload would go. Nothing in the program has to change."""
 
 from __future__ import annotations
 
@@ -13,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
 from batchwright.scripts.command import ACCUMULATION, MICRO_BATCH, UserCommand, read_command
+from batchwright.workload import Program
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from batchwright.scripts.script_run import ScriptRun
-
-_NOT_OF_TRAINING = ("eval", "test", "valid", "val", "infer", "predict")
+    from batchwright.fitting.fit_result import Fit
+    from batchwright.fitting.request import FitRequest
+    from batchwright.scripts.estimate_script import ScriptEstimate
 
 
 @dataclass(frozen=True)
-class Script:
+class Script(Program):
     """A program as it is typed, run unmodified.
 
     >>> script = Script(["train.py", "--batch-size", "{micro_batch}", "--lr", "3e-4"])
@@ -38,12 +34,18 @@ class Script:
         batch_option: the option that sets the micro-batch, if no word has {micro_batch}: `--batch-size`, or
             `train.batch_size=` for an override.
         accumulation_option: likewise for the accumulation.
+        seconds: the longest that one run may take.
+        show_output: show what the program prints, on stderr.
+
+    An option that begins with `$` is a variable of the environment.
     """
 
     words: Sequence[str]
     cwd: str | Path = "."
     batch_option: str | None = None
     accumulation_option: str | None = None
+    seconds: float = 600.0
+    show_output: bool = False
 
     @property
     def command(self) -> UserCommand:
@@ -56,9 +58,36 @@ class Script:
         return Path(self.command.program).name
 
     @property
+    def options(self) -> tuple[str, ...]:
+        """What the command line says of it before `--`."""
+        named = {
+            "--batch-flag": self.batch_option,
+            "--accumulation-flag": self.accumulation_option,
+            "--cwd": None if str(self.cwd) == "." else str(self.cwd),
+        }
+        return tuple(word for name, value in named.items() if value is not None for word in (name, value))
+
+    @property
+    def sets_accumulation(self) -> bool:
+        """Whether it is known how to run it at another accumulation."""
+        return self.accumulation_option is not None or ACCUMULATION in self.command.placeholders
+
+    @property
     def sets_micro_batch(self) -> bool:
         """Whether it is known how to run it at another micro-batch."""
         return self.batch_option is not None or MICRO_BATCH in self.command.placeholders
+
+    def answer_fit(self, request: FitRequest, say: Callable[[str], None]) -> Fit:
+        """Find its largest micro-batch: `bw.fit(script)`."""
+        from batchwright.scripts.fit_script import fit_script
+
+        return fit_script(self, request, say)
+
+    def answer_estimate(self, **settings: Any) -> ScriptEstimate:
+        """Return what it takes: `bw.estimate(script)`."""
+        from batchwright.scripts.estimate_script import estimate_script
+
+        return estimate_script(self, **settings)
 
     def at(
         self,
@@ -80,6 +109,11 @@ class Script:
                 values[name] = value
             elif option is not None:
                 command = command.with_option(option, value)
+            else:
+                raise InvalidInputError(
+                    f"the command has no place for a {name.replace('_', '-')} of {value}.",
+                    remedy=f"{{{name}}} in its place, as in --{name.replace('_', '-')} {{{name}}}",
+                )
         missing = set(shape or {}) - command.placeholders
         if missing:
             raise InvalidInputError(
@@ -94,32 +128,3 @@ class Script:
                 f"the command has {{{name}}}, and no {name.replace('_', '-')} was given.", remedy=f"{name}=8"
             )
         return filled
-
-
-def recognise_option(run: ScriptRun) -> str | None:
-    """Return the option of the program that sets its micro-batch, judged by one run; None if none stands out.
-
-    >>> from batchwright.scripts.script_run import ScriptRun
-    >>> run = ScriptRun(input_shapes=((8, 3),), options={"--batch-size": 8, "--eval-batch-size": 8, "--batch-log": 3})
-    >>> recognise_option(run)
-    '--batch-size'
-    """
-    sizes = {run.batch_size, *run.loader_batch_sizes}
-    fitting = [name for name, value in run.options.items() if value in sizes]
-    of_training = [name for name in fitting if not any(word in name.lower() for word in _NOT_OF_TRAINING)]
-    by_inputs = [name for name in of_training if run.options[name] == run.batch_size]
-    candidates = by_inputs or of_training
-    return min(candidates, key=lambda name: (0 if "size" in name else 1, len(name)), default=None)
-
-
-def check_that_it_follows(script: Script, option: str, runs: Mapping[int, ScriptRun]) -> None:
-    """Refuse an option that changes nothing: the model must receive what was asked for, or a multiple of it."""
-    sizes = {size: run.batch_size for size, run in runs.items() if run.batch_size is not None}
-    if len(sizes) < 2 or len(set(sizes.values())) > 1:
-        return
-    received = next(iter(sizes.values()))
-    raise InvalidInputError(
-        f"{option} changes nothing: the model of {script.name} still receives {received} samples.",
-        details=[f"run with {option} {', '.join(map(str, sorted(sizes)))}"],
-        remedy="{micro_batch} in the place that does",
-    )

@@ -11,11 +11,24 @@ from batchwright.units import PeakBytes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+# Part of the name of every option that sets an accumulation.
+ACCUMULATES = "accum"
+
 # How a run ended.
-CUT, FINISHED, OUT_OF_MEMORY, FAILED, EXITED, SILENT = (
+CUT, FINISHED, OUT_OF_MEMORY, FAILED, EXITED, SILENT, TOO_SMALL = (
     *("cut", "finished", "out_of_memory", "failed"),
-    *("exited", "silent"),
+    *("exited", "silent", "too_small"),
 )
+
+
+def is_about_batches(name: str) -> bool:
+    """Whether an option's name has to do with a batch size or with accumulation.
+
+    >>> [is_about_batches(name) for name in ("batch_size", "train_bs", "gradient_accumulation_steps", "n_layer")]
+    [True, True, True, False]
+    """
+    words = name.lower().replace("-", "_").replace(".", "_").split("_")
+    return "batch" in name.lower() or ACCUMULATES in name.lower() or bool({"bs", "bsz", "mbs"} & set(words))
 
 
 @dataclass(frozen=True)
@@ -29,13 +42,23 @@ class ScriptRun:
     optimizers: tuple[str, ...] = ()
     backwards_per_window: tuple[int, ...] = ()
     input_shapes: tuple[tuple[int, ...], ...] = ()
-    """The shape of the first tensor of each forward of a top-level module, in order."""
+    """The shape of the first tensor of each forward of a top-level module, in order; of those with gradients if any."""
     loader_batch_sizes: tuple[int, ...] = ()
+    num_trained: int | None = None
+    """Weights in the optimizer that holds the most."""
+    learning_rate: float | None = None
+    """Of that optimizer; None if its groups have different ones."""
+    num_samples: int | None = None
+    """In the dataset of the first loader that was made."""
     options: Mapping[str, int] = field(default_factory=dict)
     """Whole numbers among the program's own options that have to do with a batch, by the option that sets them."""
     window_seconds: tuple[float, ...] = ()
     seconds: float = 0.0
     peak_bytes: PeakBytes | None = None
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """What the peak of a simulated card is made of, in bytes."""
+    phase_bytes: Mapping[str, int] = field(default_factory=dict)
+    """The peak of each phase; on the host, of the phases that raised the peak of the run."""
     made_up_reads: int = 0
     """Values that were read back from a simulated card and are not known."""
     files_written: tuple[str, ...] = ()
@@ -43,6 +66,8 @@ class ScriptRun:
     notes: tuple[str, ...] = ()
     error: str = ""
     traceback: str = ""
+    measured: Mapping[str, Any] | None = None
+    """What a measure found beside it: plain data and tensors; never part of the JSON."""
 
     @property
     def was_cut(self) -> bool:
@@ -62,8 +87,10 @@ class ScriptRun:
         return counted.most_common(1)[0][0] if counted else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return asdict(self)
+        """Return plain data, without what a measure found."""
+        data = asdict(replace(self, measured=None))
+        del data["measured"]
+        return data
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ScriptRun:

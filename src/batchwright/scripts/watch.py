@@ -9,12 +9,12 @@ Promises:
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any, Protocol
 from unittest.mock import patch
 
 import torch
@@ -23,7 +23,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_iter
 from torch.utils.data import DataLoader
 
+from batchwright.scripts.longest_batches import LongestBatches
+from batchwright.scripts.option_parsers import seeing_options
 from batchwright.scripts.script_run import ScriptRun
+from batchwright.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,26 +37,61 @@ _MOST_SHAPES = 512
 _MOST_OPTIONS = 64
 
 
+class Measure(Protocol):
+    """What else is measured while a program trains."""
+
+    def seed(self) -> None:
+        """Prepare the process, before the program begins."""
+
+    def forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A top-level module is about to be called with gradients."""
+
+    def about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer, run: ScriptRun) -> None:
+        """An optimizer has stepped; `run` is what was seen so far."""
+
+    def result(self) -> dict[str, Any]:
+        """Return plain data and tensors."""
+
+
 class Watch:
     """What a program does, as far as hooks see it."""
 
-    def __init__(self, num_windows: int) -> None:
+    def __init__(
+        self, num_windows: int, measure: Measure | None = None, loader_sizes: tuple[int, int] | None = None
+    ) -> None:
         self._wanted = num_windows
+        self._loader_sizes = loader_sizes
+        self._measure = measure
         self._start = time.perf_counter()
         self._steps: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._num_backwards, self._backwards_at, self._seconds_at = 0, [0], [self._start]
         self._is_in_backward = False
         self._zeroed_at: list[int] = []
+        # Of forwards with gradients, and of those without: a training's samples are not those it evaluates.
         self._shapes: list[tuple[int, ...]] = []
+        self._evaluated_shapes: list[tuple[int, ...]] = []
         self._num_forwards, self._num_evaluated, self._depth = 0, 0, 0
         self._has_optimizer = False
-        self._loaders: list[int] = []
+        # By loader: the size of its batches, and which data they are from.
+        self._loaders: dict[int, tuple[int, int]] = {}
+        self._begun: set[int] = set()
         self._options: dict[str, int] = {}
+        self._num_trained = 0
+        self._learning_rate: float | None = None
+        self._num_samples: int | None = None
         self.notes: dict[str, None] = {}
         self.num_made_up = 0
         self.enter_phase: Callable[[str], object] = lambda _: None
         self.finish: Callable[[], object] = lambda: None
+        self.longest: LongestBatches | None = None
+        self.saw_model: Callable[[nn.Module], object] = lambda _: None
+        self.saw_optimizer: Callable[[torch.optim.Optimizer], object] = lambda _: None
+        self.parts: Callable[[], tuple[dict[str, int], dict[str, int]]] = lambda: ({}, {})
+        self.run_forward: Callable[..., Any] = lambda call, module, args, kwargs: call(module, *args, **kwargs)
 
     @property
     def num_steps(self) -> int:
@@ -68,19 +106,36 @@ class Watch:
             windows, count, ends = "zeroed gradients", len(self._zeroed_at), [0, *self._zeroed_at]
         else:
             windows, count, ends = "forwards", self._num_evaluated, [0]
+        parts, phases = self.parts()
         return ScriptRun(
+            parts=parts,
+            phase_bytes=phases,
             windows=windows,
             num_windows=count,
             optimizers=tuple(sorted(set(self._names.values()))),
             backwards_per_window=tuple(after - before for before, after in pairwise(ends)),
-            input_shapes=tuple(self._shapes),
-            loader_batch_sizes=tuple(self._loaders),
+            input_shapes=tuple(self._shapes or self._evaluated_shapes),
+            loader_batch_sizes=tuple(size for size, _ in self._loaders.values()),
+            num_trained=self._num_trained or None,
+            learning_rate=self._learning_rate,
+            num_samples=self._num_samples,
             options=dict(self._options),
             window_seconds=tuple(b - a for a, b in pairwise(self._seconds_at)),
             seconds=time.perf_counter() - self._start,
             made_up_reads=self.num_made_up,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *self._not_reached()),
         )
+
+    def _not_reached(self) -> list[str]:
+        """Name the loaders that the program made and did not come to: an evaluation, most often."""
+        data = {of for key, (_, of) in self._loaders.items() if key in self._begun}
+        sizes = sorted({size for size, of in self._loaders.values() if of not in data})
+        if not self._begun or not sizes:
+            return []
+        return [
+            f"not probed: what the program does with its {counted(len(sizes), 'other loader')} "
+            f"(batches of {', '.join(map(str, sizes))}), which it did not come to"
+        ]
 
     @contextmanager
     def on(self) -> Iterator[Watch]:
@@ -95,18 +150,32 @@ class Watch:
                 stack.enter_context(patch.object(place, name, replacement))
             yield self
 
-    def _about_to_step(self, *_: Any) -> None:
+    def _about_to_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._measure is not None:
+            self._measure.about_to_step(optimizer)
         self.enter_phase("optimizer")
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         key = id(optimizer)
         self._steps[key] = self._steps.get(key, 0) + 1
-        self._names[key] = type(optimizer).__name__
+        if key not in self._names:
+            self._names[key] = type(optimizer).__name__
+            self._look_at(optimizer)
+            self.saw_optimizer(optimizer)
         self._backwards_at.append(self._num_backwards)
         self._seconds_at.append(time.perf_counter())
         self.enter_phase("batch")
+        if self._measure is not None:
+            self._measure.stepped(optimizer, self.report())
         if self.num_steps >= self._wanted:
             self.finish()
+
+    def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
+        count = sum(weight.numel() for group in optimizer.param_groups for weight in group["params"])
+        if count > self._num_trained:
+            rates = {group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups}
+            rate = rates.pop() if len(rates) == 1 else None
+            self._num_trained, self._learning_rate = count, float(rate) if isinstance(rate, int | float) else None
 
     @contextmanager
     def _call(self, values: Any, *, is_evaluation: bool) -> Iterator[None]:
@@ -115,9 +184,11 @@ class Watch:
         if self._depth == 1:
             self.enter_phase("forward")
             self._num_forwards += 1
-            shape = next((tuple(leaf.shape) for leaf in tree_iter(values) if _has_samples(leaf)), None)
-            if shape is not None and len(self._shapes) < _MOST_SHAPES:
-                self._shapes.append(shape)
+            # As numbers: while torch.jit traces a module, they are tensors.
+            shape = next((tuple(map(int, leaf.shape)) for leaf in tree_iter(values) if _has_samples(leaf)), None)
+            shapes = self._evaluated_shapes if is_evaluation else self._shapes
+            if shape is not None and len(shapes) < _MOST_SHAPES:
+                shapes.append(shape)
         try:
             yield
         finally:
@@ -140,15 +211,19 @@ class Watch:
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
         backward, zero_grad = torch.autograd.backward, nn.Module.zero_grad
-        parse, make_loader = argparse.ArgumentParser.parse_known_args, DataLoader.__init__
+        make_loader, iterate = DataLoader.__init__, DataLoader.__iter__
         call: Any = nn.Module.__call__
         make_optimizer = torch.optim.Optimizer.__init__
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._depth or next(module.parameters(), None) is None:
                 return call(module, *args, **kwargs)
+            if torch.is_grad_enabled():
+                self.saw_model(module)
+                if self._measure is not None:
+                    self._measure.forward(module, args, kwargs)
             with self._call((args, kwargs), is_evaluation=not torch.is_grad_enabled()):
-                return call(module, *args, **kwargs)
+                return self.run_forward(call, module, args, kwargs)
 
         def create(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             self._has_optimizer = True
@@ -170,15 +245,27 @@ class Watch:
             self._zeroed()
             zero_grad(module, *args, **kwargs)
 
-        def parsed(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
-            space, rest = parse(parser, *args, **kwargs)
-            self._note_options(parser, space)
-            return space, rest
-
         def built(loader: Any, *args: Any, **kwargs: Any) -> None:
+            if self._loader_sizes is not None:
+                typed, wanted = self._loader_sizes
+                if len(args) > 1 and args[1] == typed:
+                    args = (args[0], wanted, *args[2:])
+                elif kwargs.get("batch_size") == typed:
+                    kwargs["batch_size"] = wanted
             make_loader(loader, *args, **kwargs)
+            if LongestBatches.is_own(loader):
+                return
+            self._begun.discard(id(loader))  # of one that is gone, at the same address
             if isinstance(loader.batch_size, int) and len(self._loaders) < _MOST_OPTIONS:
-                self._loaders.append(loader.batch_size)
+                self._loaders[id(loader)] = loader.batch_size, id(loader.dataset)
+            if self._num_samples is None and hasattr(loader.dataset, "__len__"):
+                self._num_samples = len(loader.dataset)
+
+        def begun(loader: Any) -> Any:
+            self._begun.add(id(loader))
+            if self.longest is not None:
+                self.longest.lead(loader)
+            return iterate(loader)
 
         # Not by hooks: a module under hooks leaves fast paths, and global ones do not see named arguments.
         yield nn.Module, "__call__", called
@@ -186,8 +273,23 @@ class Watch:
         yield from self._generating()
         yield torch.autograd, "backward", counted
         yield nn.Module, "zero_grad", zeroed
-        yield argparse.ArgumentParser, "parse_known_args", parsed
+        yield BaseProcess, "start", self._noting_processes()
+        yield from seeing_options(self._note_option)
         yield DataLoader, "__init__", built
+        yield DataLoader, "__iter__", begun
+
+    def _noting_processes(self) -> Callable[[Any], None]:
+        start = BaseProcess.start
+
+        def started(process: Any) -> None:
+            target = getattr(process, "_target", None)
+            if not getattr(target, "__module__", "").startswith("torch.utils.data"):
+                self.notes["it started processes of its own, and what they do is not seen: run it as one process"] = (
+                    None
+                )
+            start(process)
+
+        return started
 
     def _generating(self) -> Iterator[tuple[Any, str, Any]]:
         """Count a call of transformers' `generate` as one forward, with all that its cache grows to."""
@@ -202,25 +304,10 @@ class Watch:
 
         yield mixin, "generate", generated
 
-    def _note_options(self, parser: argparse.ArgumentParser, space: Any) -> None:
-        for action in parser._actions:
-            value = getattr(space, action.dest, None)
-            if not isinstance(value, int) or isinstance(value, bool) or len(self._options) >= _MOST_OPTIONS:
-                continue
-            if _is_about_batches(action.dest):
-                longest = max(action.option_strings, key=len, default=action.dest)
-                self._options[longest] = value
+    def _note_option(self, name: str, value: int) -> None:
+        if len(self._options) < _MOST_OPTIONS:
+            self._options[name] = value
 
 
 def _has_samples(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _is_about_batches(name: str) -> bool:
-    """Whether an option's name has to do with a batch size.
-
-    >>> [_is_about_batches(name) for name in ("batch_size", "per_device_train_batch_size", "train_bs", "n_layer")]
-    [True, True, True, False]
-    """
-    words = name.lower().replace("-", "_").replace(".", "_").split("_")
-    return "batch" in name.lower() or bool({"bs", "bsz", "mbs"} & set(words))

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from batchwright.catalogue.cards import Card, context_of, cublas_workspace_bytes
-from batchwright.simulated.allocator.caching_allocator import CachingAllocator, Requests, SimulatedOutOfMemory
+from batchwright.simulated.allocator.caching_allocator import CachingAllocator, History, Requests, SimulatedOutOfMemory
 from batchwright.simulated.allocator.settings import AllocatorSettings
-from batchwright.simulated.operators.attention import CurrentCard, register_attention
 from batchwright.simulated.operators.autocast import forget_casts, register_autocast
-from batchwright.simulated.operators.cuda_kernels import CudaKernels, register_fused_operators
+from batchwright.simulated.operators.cuda_kernels import CudaKernels, CurrentCard, register_kernels
 from batchwright.simulated.operators.recurrent import register_recurrent
 from batchwright.simulated.torch_patches.backend import errors_put_back, forget_taken, is_on_card, switched_on
 from batchwright.simulated.torch_patches.patches import Patch, TorchPatches, applied, undone
@@ -29,9 +28,8 @@ from batchwright.units import PeakBytes, format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from batchwright.device.kernels import Owner
-    from batchwright.simulated.allocator.blocks import Block
-    from batchwright.simulated.allocator.snapshot import History
+    from batchwright.device.device import Owner
+    from batchwright.simulated.allocator.segments import Block
 
 
 def kernels_of(card: Card) -> tuple[object, ...]:
@@ -70,8 +68,7 @@ class SimulatedCard:
         # Dynamo makes a table of torch's functions, again after a reset, which must not be while others stand in.
         import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
         register_autocast()
-        register_attention()
-        register_fused_operators()
+        register_kernels()
         register_recurrent()
         with (
             TorchPatches(),

@@ -20,8 +20,9 @@ Promises:
 
 from __future__ import annotations
 
+import os
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from batchwright.errors import CannotTraceError, InvalidInputError
 from batchwright.simulated.torch_patches.backend import NAME
-from batchwright.simulated.torch_patches.patches import Patch, applied, undone
+from batchwright.simulated.torch_patches.patches import Patch, applied, do_nothing, refusing, undone
 from batchwright.simulated.torch_patches.torch_cuda import seen_device
 
 if TYPE_CHECKING:
@@ -125,14 +126,7 @@ def refused_wraps() -> Iterator[Patch]:
     if pipelining is not None:
         refused.append((pipelining.PipelineStage, "pipeline parallelism", _STAGE))
     for kind, called, remedy in refused:
-        yield Patch(kind, "__init__", _refused_call(called, remedy))
-
-
-def _refused_call(called: str, remedy: str) -> Callable[..., None]:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise CannotTraceError(f"{called} is not simulated.", remedy=remedy)
-
-    return refuse
+        yield Patch(kind, "__init__", refusing(f"{called} is not simulated.", remedy))
 
 
 # Multi-tensor operators on sharded tensors, run on the shards at once. An optimizer updates hundreds of sharded tensors
@@ -299,13 +293,10 @@ class _Replica:
 
 
 def _refusal(name: str) -> Callable[..., None]:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise CannotTraceError(
-            f"DistributedDataParallel.{name} reaches into the reducer, and simulated ranks have none.",
-            remedy="leave that call out of the wrap and the step that are traced",
-        )
-
-    return refuse
+    return refusing(
+        f"DistributedDataParallel.{name} reaches into the reducer, and simulated ranks have none.",
+        "leave that call out of the wrap and the step that are traced",
+    )
 
 
 def _buckets(parameters: list[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
@@ -342,6 +333,29 @@ def simulated_ranks(devices: int) -> Iterator[None]:
             yield
 
 
+@contextmanager
+def one_rank_if_asked() -> Iterator[None]:
+    """Simulate the only rank there is, as soon as a program starts a process group by itself."""
+    with ExitStack() as stack:
+
+        def beginning(begin: Callable[..., Any]) -> Callable[..., Any]:
+            def started(*args: Any, **kwargs: Any) -> Any:
+                if "fake" in (*args[:1], kwargs.get("backend")):
+                    return begin(*args, **kwargs)  # ours
+                world_size = kwargs.get("world_size", -1)
+                count = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
+                if count != 1:
+                    raise CannotTraceError(
+                        f"the program is one of {count} ranks, and one card is simulated.", remedy=f"devices={count}"
+                    )
+                return stack.enter_context(simulated_ranks(1))
+
+            return started
+
+        stack.enter_context(applied(_exchanged("init_process_group", beginning)))
+        yield
+
+
 def _forget_shapes(before: set[Any]) -> None:
     """torch remembers shapes for good, of sharded tensors by the group, which is another one in every run."""
     for key in [key for key in list(FakeTensorMode.cache) if key not in before]:
@@ -368,15 +382,15 @@ def _shards() -> Iterator[Patch]:
 def _group_stays() -> Iterator[Patch]:
     """Let a script start and end its process group: there is one already, and it is ours to end."""
     for name in ("init_process_group", "destroy_process_group"):
-        function: Any = getattr(dist, name)
-        # torch wraps some of them for its logs: what is inside is exchanged, so that names bound before follow.
-        inside = [cell for cell in function.__closure__ or () if callable(cell.cell_contents)]
-        yield from (Patch(cell, "cell_contents", _nothing) for cell in inside)
-        yield from (Patch(place, name, _nothing) for place in (() if inside else (dist, distributed_c10d)))
+        yield from _exchanged(name, lambda _: do_nothing)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
+def _exchanged(name: str, exchange: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[Patch]:
+    function: Any = getattr(dist, name)
+    # torch wraps some of them for its logs: what is inside is exchanged, so that names bound before follow.
+    inside = [cell for cell in function.__closure__ or () if callable(cell.cell_contents)]
+    yield from (Patch(cell, "cell_contents", exchange(cell.cell_contents)) for cell in inside)
+    yield from (Patch(place, name, exchange(function)) for place in (() if inside else (dist, distributed_c10d)))
 
 
 def _uncounted(find_shapes: Callable[..., Any]) -> Callable[..., Any]:

@@ -163,10 +163,7 @@ def holds_state(value: Any, depth: int = 4) -> bool:
     """
     if type(value) in UNCHANGING:
         return False
-    numpy = sys.modules.get("numpy")
-    if isinstance(value, torch.Tensor | io.IOBase) or (numpy is not None and isinstance(value, numpy.ndarray)):
-        return True
-    if can_be_kept(value):
+    if is_tensor_or_array(value) or isinstance(value, io.IOBase) or can_be_kept(value):
         return True
     if depth == 0:
         return False

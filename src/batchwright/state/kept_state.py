@@ -20,12 +20,11 @@ element is written by it.
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import operator
 import sys
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +36,7 @@ from batchwright.state.held_objects import (
     CONTAINERS,
     MOST_ENTRIES,
     UNCHANGING,
+    Reach,
     can_be_kept,
     holds_state,
     is_plain_data,
@@ -52,10 +52,7 @@ from batchwright.state.process_state import put_back_of_generator, random_source
 from batchwright.units import counted, format_bytes, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from types import CellType
-
-    from batchwright.state.held_objects import Reach
+    from collections.abc import Callable, Iterable
 
 
 # What functions hold besides models and optimizers may be a whole dataset.
@@ -299,8 +296,7 @@ class KeptState:
         attributes = {key: value for key, value in vars(kind).items() if not _is_dunder(key)}
         self._later(_put_back_class, kind, attributes)
         for key, value in attributes.items():
-            inner = getattr(value, "__func__", getattr(value, "fget", value))
-            self._walk(inner, f"{kind.__name__}.{key}")
+            self._walk(getattr(value, "__func__", getattr(value, "fget", value)), f"{kind.__name__}.{key}")
         for key, value in vars(kind).items():
             if _is_dunder(key) and isinstance(value, FunctionType):
                 self._walk(value, kind.__name__)
@@ -354,26 +350,6 @@ class KeptState:
                     self._later(loaded_again(thing.set_extra_state, thing.get_extra_state()))
         finally:
             self._is_held = was_held
-
-
-@contextlib.contextmanager
-def kept(objects: Iterable[Any] = (), *, accelerator: torch.device | None = None) -> Iterator[KeptState]:
-    """Put objects and random state back on the way out, whatever happened inside.
-
-    >>> import random
-    >>> with kept() as state:
-    ...     first = random.random()
-    >>> random.random() == first
-    True
-    """
-    state = KeptState(objects, accelerator=accelerator)
-    try:
-        yield state
-    finally:
-        try:
-            state.restore()
-        finally:
-            gc.collect()
 
 
 def _words_for(thing: Any) -> str:

@@ -43,10 +43,9 @@ class KeptTensor:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         self._kind = type(tensor)
-        self._inner: dict[str, torch.Tensor] = {}
-        if is_traceable_wrapper_subclass(tensor):
-            # A shard or a quantized weight has no memory of its own, only its parts do.
-            self._inner = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+        # A shard or a quantized weight has no memory of its own, only its parts do.
+        names: Any = tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else ()
+        self._inner: dict[str, torch.Tensor] = {name: getattr(tensor, name) for name in names}
         # Names the storage, so that it outlives `.data = ...` and `.to(...)`.
         self._data = None if self._inner else tensor.data
         self._is_leaf = tensor.is_leaf

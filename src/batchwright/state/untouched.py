@@ -27,9 +27,8 @@ import torch
 from torch import nn
 
 from batchwright.state.held_objects import held_objects, reach_of
-from batchwright.state.interrupts import INTERRUPTS
 from batchwright.state.kept_state import KeptState
-from batchwright.state.process_state import ProcessState, freeze_old_objects
+from batchwright.state.process_state import INTERRUPTS, ProcessState, freeze_old_objects
 from batchwright.workload import Workload
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class Keep:
     ) -> None:
         self.is_traced, self._is_thrown_away = is_traced, is_thrown_away
         self._accelerator = accelerator
-        self._process = ProcessState()
+        self.process = ProcessState()
         self.state = KeptState(accelerator=accelerator, copies_elements=not is_traced, keeps_random=not is_thrown_away)
         self._covered: dict[int, Any] = {}
         self._builders: set[int] = set()
@@ -83,7 +82,7 @@ class Keep:
     @property
     def notes(self) -> tuple[str, ...]:
         """A note for a result: what does not come back; none if all does."""
-        return (f"not looked after: {', '.join(self.not_kept)}",) if self.not_kept else ()
+        return (f"not restored: {', '.join(self.not_kept)}",) if self.not_kept else ()
 
     def covers(
         self, work: Workload | Callable[..., Any], *, is_traced: bool, accelerator: torch.device | None = None
@@ -115,12 +114,8 @@ class Keep:
         if self._is_thrown_away:
             return
         with INTERRUPTS.held():
-            self._process.restore_settings()
+            self.process.restore_settings()
             self.state.restore()
-
-    def restore_process(self) -> None:
-        """Put back what belongs to the whole process."""
-        self._process.restore()
 
     def _add(self, work: Workload | Callable[..., Any]) -> None:
         parts = list(_parts(work))
@@ -196,7 +191,7 @@ def untouched(
                 finally:
                     if not is_traced:
                         gc.collect()
-                    keep.restore_process()
+                    keep.process.restore()
 
 
 def leaves_untouched(*, is_traced: bool = False) -> Callable[[Question], Question]:

@@ -7,24 +7,25 @@ others are given here, read off torch 2.13.0's source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from batchwright.device.kernels import Moment, around
-from batchwright.trace.cpu_workspaces import allocations_of, can_be_asked, held_while_running, never_freed
+from batchwright.device.device import Moment, around
+from batchwright.trace.cpu_workspaces import (
+    allocations_of,
+    can_be_asked,
+    held_while_running,
+    never_freed,
+    workspace_for,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from contextlib import AbstractContextManager
-
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from batchwright.device.kernels import Arguments
+    from batchwright.device.device import Arguments
 
 
 # What oneDNN's LSTM layer returns, where torch's rules for fake tensors say something else. The workspace that it keeps
@@ -93,15 +94,10 @@ def _one_sample(position: int, arg: torch.Tensor | None) -> tuple[tuple[int, ...
 
 @lru_cache(maxsize=256)
 def _gradients(signature: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[tuple[torch.Size, torch.dtype], ...]:
-    reverse, mode, hidden, layers, biases, train, both, batch_sizes, batch_first = options
-    with unset_fake_temporarily(), torch.enable_grad():
+    with unset_fake_temporarily():
         tensors = [None if kind is None else torch.zeros(kind[0], dtype=kind[1]) for kind in signature]
-        workspace = _LAYER(
-            *tensors[:7], reverse, list(batch_sizes), mode, hidden, layers, biases, both, batch_first, train
-        )[3]
-        results = _LAYER_BACKWARD(
-            *tensors, reverse, mode, hidden, layers, biases, train, both, list(batch_sizes), batch_first, workspace
-        )
+        args = [*tensors, *(list(option) if isinstance(option, tuple) else option for option in options)]
+        results = _LAYER_BACKWARD(*args, workspace_for(args))
     return tuple((result.shape, result.dtype) for result in results)
 
 
@@ -242,16 +238,11 @@ def _likes_of(*, first: int = 0, copies: int) -> _Rule:
     return rule
 
 
-def _reduced(*, copies: int) -> _Rule:
+def _reduced(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
     """Losses of single elements, before they are reduced (Loss.cpp)."""
-
-    def rule(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
-        result = outputs[0].output
-        assert result is not None
-        is_reduced = result.numel() < args[0].numel()
-        return around([_num_bytes(args[0])] * copies, outputs) if is_reduced else outputs
-
-    return rule
+    result = outputs[0].output
+    assert result is not None
+    return around([_num_bytes(args[0])], outputs) if result.numel() < args[0].numel() else outputs
 
 
 def _kth_value(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
@@ -353,9 +344,9 @@ _RULES: dict[Any, _Rule] = {
     _aten._embedding_bag_backward.default: _bags_backward,
     _aten.kthvalue.default: _kth_value,
     _aten.median.default: _likes_of(copies=1),
-    _aten.mse_loss.default: _reduced(copies=1),
-    _aten.smooth_l1_loss.default: _reduced(copies=1),
-    _aten.huber_loss.default: _reduced(copies=1),
+    _aten.mse_loss.default: _reduced,
+    _aten.smooth_l1_loss.default: _reduced,
+    _aten.huber_loss.default: _reduced,
     _aten.soft_margin_loss_backward.default: _likes_of(first=1, copies=2),
 }
 # Operators whose shapes we give ourselves, because the fake rule is missing, refuses what the CPU runs, or has the

@@ -17,9 +17,7 @@ Promises:
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Mapping, MutableMapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,19 +25,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
-from batchwright.device.batches import make_batch
+from batchwright.device.batches import make_batch, map_batch
 from batchwright.errors import InvalidInputError
 from batchwright.simulated.torch_patches.redirected_calls import RedirectedCalls
 from batchwright.state.held_objects import is_users_object
 from batchwright.state.process_state import kept_random_state
-from batchwright.trace.values import largest_known_bytes
+from batchwright.trace.values import KnownValues, largest_known_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from batchwright.trace.values import KnownValues
     from batchwright.workload import Workload
 
 
@@ -134,22 +130,16 @@ class HostBatches:
 
 def make_real_batch(workload: Workload, micro_batch: int, shape: Mapping[str, Any]) -> Any:
     """Make a batch on the host outside of any trace; what names a GPU is led to the host."""
-    with _outside_of_traces():
-        return make_batch(workload, micro_batch, shape, _CPU)
-
-
-@contextmanager
-def _outside_of_traces() -> Iterator[None]:
     leads_elsewhere = torch._C._len_torch_function_stack() > 0
     with _disable_current_modes(), RedirectedCalls(_CPU) if leads_elsewhere else nullcontext():
-        yield
+        return make_batch(workload, micro_batch, shape, _CPU)
 
 
 def without_memory(batch: Any, values: KnownValues) -> Any:
     """Return a real batch with fake tensors in place of real ones, their values known."""
     by_storage: dict[int, list[torch.Tensor]] = {}
     for tensor in _tensors_of(batch):
-        if _is_plain(tensor):
+        if is_plain(tensor):
             by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
     fakes: dict[int, torch.Tensor] = {}
     for tensors in by_storage.values():
@@ -185,7 +175,8 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a fake one can be made from sizes and strides; others stay real, and are counted where they are read."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
@@ -218,16 +209,6 @@ def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor], twins: d
             parts: list[Any] = [part if part is None else change(part) for part in value]
             # How many samples each step has: on the host whatever trains, and read by a pointer.
             return PackedSequence(*parts)._replace(batch_sizes=value.batch_sizes)
-        if isinstance(value, MutableMapping):
-            mapping = copy.copy(value)
-            for key in list(value):
-                mapping[key] = _mapped(value[key], change, twins)
-            return mapping
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            twin: Any = copy.copy(value)
-            for field in dataclasses.fields(value):
-                object.__setattr__(twin, field.name, _mapped(getattr(value, field.name), change, twins))
-            return twin
         if _is_object(value):
             if id(value) not in twins:
                 twin = twins[id(value)] = copy.copy(value)
@@ -236,4 +217,4 @@ def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor], twins: d
             return twins[id(value)]
         return value
 
-    return tree_map(leaf, batch, is_leaf=lambda value: isinstance(value, PackedSequence))
+    return map_batch(leaf, batch, is_leaf=lambda value: isinstance(value, torch.Tensor | PackedSequence))

@@ -7,12 +7,15 @@ Promises:
 - an operator that touches no tensor of the card runs for real;
 - what is moved to the card becomes a tensor without memory; its values are known, unless they are weights;
 - what is read back is known, or made up and counted: zeros, 1 for a single number, True for "all of them are";
-- a size that depends on unknown values is the largest that it can be, and a note says so.
+- a size that depends on unknown values is the largest that it can be, or that of zeros, and a note says which;
+- threads that the program starts see the card too, one operator at a time.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import sys
+import threading
+import weakref
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,17 +27,36 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_iter
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _pop_mode,
+    _push_mode,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.data._utils import pin_memory
 
+from batchwright.device.host import give_back
+from batchwright.errors import CannotTraceError
+from batchwright.simulated.ranks import one_rank_if_asked, simulated_ranks
 from batchwright.simulated.torch_patches.backend import NAME
-from batchwright.simulated.torch_patches.patches import Patch, TorchPatches, applied
-from batchwright.simulated.torch_patches.redirected_calls import RedirectedCalls, compiled_as_eager
+from batchwright.simulated.torch_patches.patches import Patch, TorchPatches, applied, do_nothing, start_inside
+from batchwright.simulated.torch_patches.redirected_calls import (
+    RedirectedCalls,
+    compiled_as_eager,
+    move_with_gradient,
+    moving_parameters,
+)
+from batchwright.trace.checkpoints import checkpoints_of_the_card
+from batchwright.trace.host_batches import OutsideTensors
+from batchwright.trace.host_weights import HostWeights
+from batchwright.trace.repeated_forwards import RepeatedForwards
 from batchwright.trace.trace import Trace
+from batchwright.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from batchwright.simulated.card import SimulatedCard
 
@@ -43,6 +65,10 @@ _COPY, _COPY_INTO, _EQUAL = _aten._to_copy.default, _aten.copy_.default, _aten.e
 _READ_SCALAR = _aten._local_scalar_dense.default
 _ALL = (_aten.all.default, _aten.all.dim, _aten._is_all_true.default)
 _MASKS = (torch.bool, torch.uint8)
+# What is copied to the card is known up to this size, in bytes: lengths, labels, tokens and pictures, not weights.
+_LARGEST_KNOWN = 2**28
+# Values that an operator is computed from on the host to see how much comes out.
+_MOST_ZEROS = 2**26
 
 
 class RealHostTrace(Trace):
@@ -53,33 +79,61 @@ class RealHostTrace(Trace):
         self.num_made_up = 0
         self.storages.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._says_all: set[int] = set()
-        self._outside = _HostTensors()  # type: ignore[assignment]
+        self._outside = _HostTensors()
+        self._weights = HostWeights()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._turn = threading.RLock()
+        self.forwards = RepeatedForwards(
+            lambda: card.allocator.stats.allocated.current, lambda tensor: self.values.real(tensor) is not None
+        )
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operator: for real on the host, without memory on the card."""
         if not _touches_card(args, kwargs):
-            return func(*args, **(kwargs or {}))
+            left_out = self._weights.answer(func, args, kwargs or {})
+            return func(*args, **(kwargs or {})) if left_out is None else left_out
+        with self._turn:
+            if torch.is_inference_mode_enabled() and _is_composite(func):
+                # Without autograd torch takes nothing apart before it comes here.
+                _push_mode(self)
+                try:
+                    return func.decompose(*args, **(kwargs or {}))  # type: ignore[attr-defined]
+                finally:
+                    _pop_mode()
+            return self._run_on_card(func, types, args, kwargs or {})
+
+    def _run_on_card(self, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunction():
-            if func is _READ_SCALAR:
+            if func in (_READ_SCALAR, _aten.item.default):
                 return self._read_scalar(func, args[0])
             if func is _EQUAL:
                 return self._are_equal(*args)
-            if func is _COPY and isinstance(args[0], FakeTensor) and _is_host((kwargs or {}).get("device")):
-                return self._to_host(args[0], (kwargs or {}).get("dtype"))
+            if func is _COPY and isinstance(args[0], FakeTensor) and _is_host(kwargs.get("device")):
+                return self._to_host(args[0], kwargs.get("dtype"))
             if func is _COPY_INTO and not isinstance(args[0], FakeTensor):
                 return args[0].copy_(self._to_host(args[1], None))
         with self.storages.mode:
             try:
                 outputs = super().__torch_dispatch__(func, types, args, kwargs)
             except (DynamicOutputShapeException, DataDependentOutputException):
-                outputs = self._largest(func, types, args)
+                outputs = self._largest(func, types, args, kwargs)
         if func in (_COPY, _COPY_INTO):
             self._learn_moved(outputs, args[1] if func is _COPY_INTO else args[0])
         elif func in _ALL:
             self._says_all.add(outputs.untyped_storage()._cdata)
         return outputs
+
+    def _forget(self, key: int) -> None:
+        super()._forget(key)
+        self._says_all.discard(key)
+
+    def see_model(self, model: nn.Module) -> None:
+        """Learn which tensors of the card are a model's, once it lies there."""
+        if model not in self._models and any(isinstance(weight, FakeTensor) for weight in model.parameters()):
+            self._models.add(model)
+            self.watch(model)
 
     def _read_scalar(self, func: Callable[..., Any], tensor: torch.Tensor) -> Any:
         value = self.values.read(tensor)
@@ -110,25 +164,22 @@ class RealHostTrace(Trace):
         """Know what was copied from the host; weights are too many, and are never read."""
         if isinstance(given, FakeTensor | nn.Parameter) or not isinstance(moved, FakeTensor):
             return
-        if given.requires_grad or not given.numel() or given.shape != moved.shape:
+        if given.requires_grad or not 0 < given.nbytes <= _LARGEST_KNOWN or given.shape != moved.shape:
             return
         with _disable_current_modes():
             real = given.detach().to(moved.dtype, copy=True)
             real = torch.empty_strided(moved.size(), moved.stride(), dtype=moved.dtype).copy_(real)
         self.values.learn_batch(moved, real)
 
-    def _largest(self, func: Callable[..., Any], types: Any, args: Any) -> Any:
+    def _largest(self, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Answer an operator whose result's size depends on values that are not known."""
-        device = torch.device(NAME, 0)
         first = args[0]
         if func is _aten.nonzero.default:
             self._note("nonzero: every element was taken to be set")
-            return self._empty(types, (first.numel(), first.dim()), torch.int64, device)
+            return self._empty(types, (first.numel(), first.dim()), torch.int64)
         if func is _aten.masked_select.default:
             self._note("a mask was taken to keep every element")
-            return self._empty(
-                types, (torch.broadcast_shapes(first.shape, args[1].shape).numel(),), first.dtype, device
-            )
+            return self._empty(types, (torch.broadcast_shapes(first.shape, args[1].shape).numel(),), first.dtype)
         if func is _aten.index.Tensor and any(index is not None and index.dtype in _MASKS for index in args[1]):
             self._note("a mask was taken to keep every element")
             indices: list[Any] = []
@@ -136,31 +187,48 @@ class RealHostTrace(Trace):
                 if index is None or index.dtype not in _MASKS:
                     indices.append(index)
                 else:
-                    indices += [
-                        self._empty(types, (index.numel(),), torch.int64, device) for _ in range(max(1, index.dim()))
-                    ]
+                    indices += [self._empty(types, (index.numel(),), torch.int64) for _ in range(max(1, index.dim()))]
             return super().__torch_dispatch__(func, types, (first, indices))
         if func in (_aten._unique2.default, _aten.unique_dim.default, _aten.unique_consecutive.default):
             self._note("unique: every element was taken to differ")
-            values = self._empty(types, (first.numel(),), first.dtype, device)
-            counts = [self._empty(types, (first.numel(),), torch.int64, device) for _ in range(2)]
+            values = self._empty(types, (first.numel(),), first.dtype)
+            counts = [self._empty(types, (first.numel(),), torch.int64) for _ in range(2)]
             return (values, *counts)
-        raise DynamicOutputShapeException(func)  # type: ignore[arg-type]
+        return self._like_that_of_zeros(func, types, args, kwargs)
 
-    def _empty(self, types: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
-        return super().__torch_dispatch__(
-            _aten.empty.memory_format, types, (list(shape),), {"dtype": dtype, "device": device}
+    def _like_that_of_zeros(self, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        size = sum(tensor.numel() for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor))
+        if size > _MOST_ZEROS:
+            raise DynamicOutputShapeException(func)  # type: ignore[arg-type]
+        self._note(f"{func}: what comes out depends on values that are not known; zeros were taken for them")
+        real = tree_map(lambda value: self._to_host(value, None) if isinstance(value, FakeTensor) else value, args)
+        options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+        with _disable_current_modes():
+            outputs = func(*real, **options)
+        return tree_map(
+            lambda value: (
+                self._empty(types, tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+            ),
+            outputs,
         )
 
+    def _empty(self, types: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        options = {"dtype": dtype, "device": torch.device(NAME, 0)}
+        return super().__torch_dispatch__(_aten.empty.memory_format, types, (list(shape),), options)
 
-class _HostTensors:
+
+class _HostTensors(OutsideTensors):
     """Real tensors among the arguments of the card's operators are the program's own, on the host."""
 
-    def meet(self, *_: Any) -> tuple[()]:
-        return ()
+    def meet(self, *_: Any) -> Iterator[torch.Tensor]:
+        return iter(())
 
-    def give_back(self) -> None:
-        pass
+
+def _is_composite(func: Any) -> bool:
+    name = func.name()
+    return name.startswith("aten::") and bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    )
 
 
 def _touches_card(args: Any, kwargs: Any) -> bool:
@@ -175,13 +243,33 @@ def _is_host(device: Any) -> bool:
 
 
 @contextmanager
-def program_on_card(card: SimulatedCard) -> Iterator[RealHostTrace]:
-    """Let a program run with a card that is simulated."""
+def program_on_card(card: SimulatedCard, *, devices: int | None = None) -> Iterator[RealHostTrace]:
+    """Let a program run with a card that is simulated; as the first of `devices` ranks, if it is one of several."""
     trace = RealHostTrace(card)
     with ExitStack() as stack:
         stack.enter_context(TorchPatches())
         device = stack.enter_context(card.running())
-        stack.enter_context(applied(_ways_out(trace), _ways_of_programs(), compiled_as_eager(trace.notes.setdefault)))
+        stack.enter_context(one_rank_if_asked() if devices is None else simulated_ranks(devices))
+        give_back()  # so that large blocks of the host are address space until they are written to
+
+        @contextmanager
+        def seeing_the_card() -> Iterator[None]:
+            with RedirectedCalls(device):
+                _push_mode(trace)
+                try:
+                    yield
+                finally:
+                    _pop_mode()
+
+        stack.enter_context(
+            applied(
+                _ways_out(trace),
+                _ways_of_programs(seeing_the_card, devices or 1, trace.notes.setdefault),
+                trace._weights.seeing_parameters(),
+                checkpoints_of_the_card(),
+                compiled_as_eager(trace.notes.setdefault),
+            )
+        )
         stack.enter_context(trace)
         stack.enter_context(RedirectedCalls(device))
         yield trace
@@ -200,52 +288,50 @@ def _ways_out(trace: RealHostTrace) -> Iterator[Patch]:
     yield Patch(FakeTensor, "numpy", lambda tensor, **_: numbers(tensor).numpy())
     yield Patch(FakeTensor, "tolist", lambda tensor: numbers(tensor).tolist())
     yield Patch(FakeTensor, "__format__", formatted)
-    yield Patch(FakeTensor, "__reduce_ex__", _reduce)
 
 
-def _reduce(tensor: torch.Tensor, _: Any) -> Any:
-    """Have a checkpoint hold shapes, and no values: there are none."""
-    return _without_values, (tuple(tensor.shape), tensor.dtype)
-
-
-def _without_values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _ways_of_programs() -> Iterator[Patch]:
-    """Modules that move real weights to the card, threads that would, and memory that a card alone can pin."""
+def _ways_of_programs(
+    seeing_the_card: Callable[[], AbstractContextManager[None]], devices: int, note: Callable[[str], object]
+) -> Iterator[Patch]:
+    """Modules that move real weights to the card, threads, processes, and memory that a card alone can pin."""
     yield Patch(pin_memory, "pin_memory", lambda data, device=None: data)
-    yield Patch(nn.Module, "_apply", _moving_in_place(nn.Module._apply))
-    yield Patch(ThreadPoolExecutor, "submit", _run_at_once)
+    # `module.to("cuda")` puts weights of the card into the very parameters that optimizers hold.
+    # One that is there already, as a tied weight may be, moves as on a card that a workload is traced on.
+    yield moving_parameters(_move, lambda held: True)
+
+    def start(thread: threading.Thread) -> None:
+        run = thread.run
+
+        def run_on_card() -> None:
+            with seeing_the_card():
+                run()
+
+        thread.run = run_on_card  # type: ignore[method-assign]
+        start_inside(thread)
+
+    yield Patch(threading.Thread, "start", start)
+
+    # A graph of operators is drawn from values and addresses that are not there.
+    yield Patch(torch.jit, "trace", lambda module, *_, **__: module)
+    writer = getattr(sys.modules.get("torch.utils.tensorboard.writer"), "SummaryWriter", None)
+    if writer is not None:
+        yield Patch(writer, "add_graph", do_nothing)
+
+    def spawn(function: Callable[..., Any], args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+        if nprocs != devices:
+            raise CannotTraceError(
+                f"the program starts {counted(nprocs, 'process')}, and {devices} of the card are simulated.",
+                remedy=f"devices={nprocs}",
+            )
+        note(f"of {counted(nprocs, 'process')} that the program starts the first was run")
+        function(0, *args)
+
+    yield Patch(torch.multiprocessing, "spawn", spawn)
 
 
-def _run_at_once(_: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-    # Modes are a thread's own: what another thread would do on the card (transformers loads weights so) is done here.
-    future: Future[Any] = Future()
-    try:
-        future.set_result(function(*args, **kwargs))
-    except Exception as error:
-        future.set_exception(error)
-    return future
-
-
-def _moving_in_place(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Have `module.to("cuda")` put weights of the card into the very parameters that optimizers hold."""
-
-    def move(self: nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-        held = [parameter for parameter in self._parameters.values() if parameter is not None]
-        if any(isinstance(parameter, FakeTensor) for parameter in held):
-            return apply(self, function, recurse)
-        for module in self.children() if recurse else ():
-            module._apply(function)
-        for parameter in held:
-            _move_real(parameter, function)
-        for name, buffer in self._buffers.items():
-            if buffer is not None:
-                self._buffers[name] = function(buffer)
-        return self
-
-    return move
+def _move(parameter: Any, function: Callable[[Any], Any]) -> None:
+    is_of_card = isinstance(parameter, FakeTensor) or is_traceable_wrapper_subclass(parameter)
+    (move_with_gradient if is_of_card else _move_real)(parameter, function)
 
 
 def _move_real(parameter: torch.Tensor, function: Callable[[Any], Any]) -> None:

@@ -82,7 +82,7 @@ def explaining(what: str) -> Iterator[None]:
         raise CannotTraceError(
             f"{what} cannot be traced: TorchScript runs its operators on real tensors only.",
             details=_place_of(error),
-            remedy="the module as it was before torch.jit.script; or batchwright fit, which runs the step",
+            remedy="the module as it was before torch.jit.script; or bw.fit(workload), which runs the step",
         ) from error
     except AssertionError as error:
         place = place_in_torch(error)
@@ -107,7 +107,7 @@ def _explained(error: Exception, operator: str = "", reason: str = "", *, what: 
     return CannotTraceError(
         f"{what} cannot be traced: operator {operator}: {reason}.",
         details=_place_of(error),
-        remedy="batchwright fit runs the step instead; or keep that line out of the step that is traced",
+        remedy="bw.fit(workload) runs the step instead; or keep that line out of the step that is traced",
     )
 
 

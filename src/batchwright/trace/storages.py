@@ -24,7 +24,7 @@ from batchwright.trace.refusals import local_part, storage_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from batchwright.device.kernels import Owner, TracedMemory
+    from batchwright.device.device import Owner, TracedMemory
 
 
 @dataclass(eq=False, slots=True)
@@ -105,9 +105,9 @@ def alive_at(log: Log, position: int) -> dict[Block, int]:
     return alive
 
 
-def peaks_of_phases(log: Log) -> list[tuple[str, int]]:
-    """The largest memory held during each phase, in the order they ran."""
-    peaks: list[tuple[str, int]] = []
+def peaks_of_phases(log: Log) -> dict[str, int]:
+    """The largest memory held during each phase, in the order in which they first ran."""
+    peaks: dict[str, int] = {}
     now = 0
     ends = [start for _, start in log.phases[1:]] + [len(log.changes)]
     for (phase, start), end in zip(log.phases, ends, strict=True):
@@ -115,7 +115,7 @@ def peaks_of_phases(log: Log) -> list[tuple[str, int]]:
         for _, change in log.changes[start:end]:
             now += change
             highest = max(highest, now)
-        peaks.append((phase, highest))
+        peaks[phase] = max(highest, peaks.get(phase, 0))
     return peaks
 
 

@@ -39,7 +39,7 @@ from batchwright.trace import values as value_shapes
 from batchwright.trace.host_batches import OutsideTensors, part_of_outside
 from batchwright.trace.refusals import shapes_from, users_line
 from batchwright.trace.storages import Block, FollowedStorages, Log, RunningModules
-from batchwright.trace.values import KnownValues, Routing
+from batchwright.trace.values import KnownValues, Routing, storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from batchwright.device.kernels import Kernels, Moment, TracedMemory
+    from batchwright.device.device import Kernels, Moment, TracedMemory
 
     Place = tuple[int, int]
     """One input of one autograd node: the node's number, and which of its inputs."""
@@ -84,7 +84,7 @@ class EngineAdds:
         if number != self._node:
             self._node = number
             self._of_node.clear()
-        self._of_node.update(_storage_key(tensor) for tensor in tensors)
+        self._of_node.update(storage_key(tensor) for tensor in tensors)
 
     def is_in_place(self, args: Sequence[Any], counts: tuple[int, ...] | None) -> bool:
         """Whether a real run would add into `args[0]`, whose `counts` were taken where the mode was entered."""
@@ -97,7 +97,7 @@ class EngineAdds:
         node: Any = torch._C._current_autograd_node()
         if frame is None or node is None or not _is_dense(first):
             return False
-        places = list(_places_after(node))
+        places = [(_number(after), position) for after, position in node.next_functions if after is not None]
         if not self._meeting_places_of(frame).intersection(places):
             return False
         # A formula may add tensors that it has made itself, and does that out of place. Only a node that hands two
@@ -107,11 +107,14 @@ class EngineAdds:
     def is_of_the_node(self, tensor: torch.Tensor) -> bool:
         """Whether the node that is running has made this tensor."""
         node: Any = torch._C._current_autograd_node()
-        return node is not None and node._sequence_nr() == self._node and _storage_key(tensor) in self._of_node
+        return node is not None and node._sequence_nr() == self._node and storage_key(tensor) in self._of_node
 
     def _meeting_places_of(self, frame: FrameType) -> set[Place]:
         """The places that receive more than one gradient in the backward that this frame runs."""
-        nodes = [_node_of(root) for root in frame.f_locals.get("t_outputs", ())]
+        nodes = [
+            root.grad_fn if isinstance(root, torch.Tensor) else getattr(root, "node", None)
+            for root in frame.f_locals.get("t_outputs", ())
+        ]
         roots = tuple(node._sequence_nr() for node in nodes if node is not None)
         if roots != self._roots:
             self._roots = roots
@@ -186,22 +189,10 @@ def _meeting_places(roots: Iterable[Any]) -> set[Place]:
     return {place for place, count in received.items() if count > 1}
 
 
-def _places_after(node: Any) -> Iterable[Place]:
-    return ((_number(after), position) for after, position in node.next_functions if after is not None)
-
-
 def _number(node: Any) -> int:
     """The number of a node. Those that write into `.grad` all have the same one; their tensor tells them apart."""
     variable = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
     return node._sequence_nr() if variable is None else -id(variable)
-
-
-def _node_of(root: Any) -> Any:
-    return getattr(root, "node", None) if not isinstance(root, torch.Tensor) else root.grad_fn
-
-
-def _storage_key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 # Operators that do a whole computation inside one call, with memory of their own that no rule of ours covers.
@@ -282,8 +273,7 @@ class Trace(TorchDispatchMode):
             self.storages.see(parameter, "parameter")
             self.mark(parameter, "weights", "parameter", name)
             if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(self._mark_gradient)
-                self._hooks.callback(handle.remove)
+                self._hooks.callback(parameter.register_post_accumulate_grad_hook(self._mark_gradient).remove)
         for name, buffer in model.named_buffers():
             self.storages.see(buffer, "buffer")
             self.mark(buffer, "weights", "buffer", name)
@@ -409,7 +399,7 @@ class Trace(TorchDispatchMode):
             raise CannotTraceError(
                 "the optimizer computes the loss inside its step, and decides by its values how often: such a step "
                 "cannot be predicted.",
-                remedy="batchwright fit runs the step instead; or another optimizer",
+                remedy="bw.fit(workload) runs the step instead; or another optimizer",
             )
         if self.log.phase == "optimizer" and tensor.is_floating_point():
             # Adafactor scales its rate by the norm of a weight: a number that moves no memory.

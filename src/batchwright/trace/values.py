@@ -29,8 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
-from batchwright.errors import InvalidInputError
-from batchwright.units import shortened
+from batchwright.units import one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -81,19 +80,16 @@ class KnownValues:
 
     def learn_batch(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Take note of a tensor of a batch; `fake` lies in its storage as `real` does, or `real` alone is known."""
-        if _num_bytes(fake) > _LARGEST_BATCH_BYTES[_is_whole(fake)]:
+        if fake.nbytes > _LARGEST_BATCH_BYTES[_is_whole(fake)]:
             return
         with _disable_current_modes(), torch.no_grad():  # called from outside of operators, where the trace looks on
             known = real.detach()
             if fake.shape == real.shape and real.storage_offset():
                 known = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype).copy_(known)
-        self._keep(fake, known, is_of_batch=True)
+        self.keep(fake, known)
 
-    def learn_result(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Take note of what an operator returned whose shape depends on what it read."""
-        self._keep(fake, real, is_of_batch=True)
-
-    def _keep(self, fake: torch.Tensor, twin: torch.Tensor, *, is_of_batch: bool) -> None:
+    def keep(self, fake: torch.Tensor, twin: torch.Tensor, *, is_of_batch: bool = True) -> None:
+        """Take note of what a tensor holds, whatever its size, and whether that follows from the batch."""
         key = fake.untyped_storage()._cdata
         self._twins[key] = twin
         if is_of_batch:
@@ -169,13 +165,13 @@ class KnownValues:
         for fake, value in zip(fakes, results, strict=False):
             key = fake.untyped_storage()._cdata
             if key not in self._twins and value.untyped_storage().nbytes() >= fake.untyped_storage().nbytes():
-                self._keep(fake, value, is_of_batch=is_of_batch)
+                self.keep(fake, value, is_of_batch=is_of_batch)
 
     def _is_followed(self, fake: torch.Tensor, is_of_batch: bool) -> bool:
         """Whether the values of an operator's result are worth computing; those of a view are there already."""
         if _is_small(fake) or fake.untyped_storage()._cdata in self._twins:
             return True
-        return is_of_batch and _num_bytes(fake) <= _LARGEST_FOLLOWING_BYTES[_is_whole(fake)]
+        return is_of_batch and fake.nbytes <= _LARGEST_FOLLOWING_BYTES[_is_whole(fake)]
 
     def _follow_absorbed(self, func: Callable[..., Any], inputs: list[torch.Tensor], fakes: list[torch.Tensor]) -> None:
         """Know `true | unknown` and `false & unknown`: a stopping rule that has said yes."""
@@ -221,7 +217,7 @@ class KnownValues:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    return _num_bytes(tensor) <= largest_known_bytes(tensor)
+    return tensor.nbytes <= largest_known_bytes(tensor)
 
 
 def largest_known_bytes(tensor: torch.Tensor) -> int:
@@ -230,17 +226,12 @@ def largest_known_bytes(tensor: torch.Tensor) -> int:
     return _LARGEST_ROW_BYTES if is_row else _LARGEST_KNOWN_BYTES
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _is_whole(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _is_random(func: Callable[..., Any]) -> bool:
-    tags = getattr(func, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 # Operators whose results have a shape that depends on values.
@@ -255,7 +246,6 @@ _TAKES_MASKS = {
     _aten._unsafe_index_put.default,
 }
 _TAKES_CLASSES = {_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default}
-_ANSWERS_A_TRUTH = {_aten.equal.default}
 _ALONG_A_DIMENSION = (
     *(_aten.index_select.default, _aten.gather.default),
     *(_aten.index_add.default, _aten.index_add_.default, _aten.index_copy.default, _aten.index_copy_.default),
@@ -278,7 +268,7 @@ def answer(
     values: KnownValues, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], note: Callable[[str], None]
 ) -> Any:
     """Answer an operator by the values it reads; None where it needs no such answer, or none can be given."""
-    if func in _ANSWERS_A_TRUTH:
+    if func is _aten.equal.default:
         return values.evaluate(func, args, kwargs)
     if func is CTC_LOSS:
         return _ctc_loss(values, *args, note=note)
@@ -308,7 +298,7 @@ def answer(
         if not isinstance(result, torch.Tensor):
             return result
         stand_in = like.new_empty_strided(result.size(), result.stride(), dtype=result.dtype)
-        values.learn_result(stand_in, result)
+        values.keep(stand_in, result)
         return stand_in
 
     return tree_map(fake, real)
@@ -432,11 +422,7 @@ class Routing:
     """Remembers which storages hold one-hot choices, and answers `nonzero` on them."""
 
     def __init__(self, assumption: str, values: KnownValues) -> None:
-        if assumption not in ASSUMPTIONS:
-            raise InvalidInputError(
-                f"routing must be one of {', '.join(ASSUMPTIONS)}; received {shortened(assumption)}."
-            )
-        self.assumption = assumption
+        self.assumption = one_of("routing", assumption, ASSUMPTIONS)
         self._values = values
         # By storage: how many different values its indices take; how many choices its one-hot rows are spread over;
         # how many choices it counts, or says of which were taken.
@@ -458,22 +444,22 @@ class Routing:
         elif func is _aten.scatter_.value and args[3] == 1:
             # A one-hot may have more classes than there are to choose from: a class for padding, say.
             classes = outputs.shape[args[1]]
-            self._choices[_key(outputs)] = min(classes, self._ranges.get(_key(args[2]), classes))
+            self._choices[storage_key(outputs)] = min(classes, self._ranges.get(storage_key(args[2]), classes))
         elif func is _aten.eq.Tensor and self._is_one_hot(args[0], args[1]):
             # How torch makes a one-hot of a tensor that has no values.
             classes = args[1].numel()
-            self._choices[_key(outputs)] = min(classes, self._ranges.get(_key(args[0]), classes))
-        elif args and isinstance(args[0], torch.Tensor) and _key(args[0]) in self._choices:
-            choices = self._choices[_key(args[0])]
+            self._choices[storage_key(outputs)] = min(classes, self._ranges.get(storage_key(args[0]), classes))
+        elif args and isinstance(args[0], torch.Tensor) and storage_key(args[0]) in self._choices:
+            choices = self._choices[storage_key(args[0])]
             if func in _KEEPS_SHARE:
-                self._choices[_key(outputs)] = choices
+                self._choices[storage_key(outputs)] = choices
             elif func is _aten.sum.dim_IntList and outputs.dim() == 1 and outputs.numel() >= choices:
-                self._counts[_key(outputs)] = choices
-        elif args and isinstance(args[0], torch.Tensor) and _key(args[0]) in self._counts:
+                self._counts[storage_key(outputs)] = choices
+        elif args and isinstance(args[0], torch.Tensor) and storage_key(args[0]) in self._counts:
             if func in _KEEPS_COUNTS or (func in _ABOVE_ZERO and args[1] == _ABOVE_ZERO[func]):
-                self._counts[_key(outputs)] = self._counts[_key(args[0])]
-        elif func in _KEEPS_COUNTS and _key(args[0]) in self._ranges:
-            self._ranges[_key(outputs)] = self._ranges[_key(args[0])]
+                self._counts[storage_key(outputs)] = self._counts[storage_key(args[0])]
+        elif func in _KEEPS_COUNTS and storage_key(args[0]) in self._ranges:
+            self._ranges[storage_key(outputs)] = self._ranges[storage_key(args[0])]
 
     def _is_one_hot(self, indices: torch.Tensor, classes: torch.Tensor) -> bool:
         """Whether indices are compared each with all the classes, in their order."""
@@ -488,14 +474,14 @@ class Routing:
         dim = args[at] if len(args) > at else None if func is _aten.argmax.default else -1
         if dim is not None:
             indices = outputs if isinstance(outputs, torch.Tensor) else outputs[position]
-            self._ranges[_key(indices)] = args[0].shape[dim]
+            self._ranges[storage_key(indices)] = args[0].shape[dim]
 
     def answer(self, func: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Answer an operator whose shape depends on the choice; None for all others."""
         if func is not _aten.nonzero.default:
             return None
         mask = args[0]
-        taken, choices = self._counts.get(_key(mask)), self._choices.get(_key(mask))
+        taken, choices = self._counts.get(storage_key(mask)), self._choices.get(storage_key(mask))
         if taken is not None:
             self.was_assumed = True
             positions = mask.new_empty((taken, 1), dtype=torch.int64)
@@ -514,5 +500,6 @@ class Routing:
             kept.pop(storage_key, None)
 
 
-def _key(tensor: torch.Tensor) -> int:
+def storage_key(tensor: torch.Tensor) -> int:
+    """Name the storage that a tensor lies in."""
     return int(tensor.untyped_storage()._cdata)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from batchwright.planning.critical_batch import CriticalBatch
     from batchwright.planning.plan import Plan
     from batchwright.tuning.run_file import Run
-    from batchwright.tuning.tune_request import TuneRequest
+    from batchwright.tuning.tune import TuneRequest
 
 # The curve of the report goes so many doublings to either side of the answer.
 _DOUBLINGS = 4
@@ -61,16 +61,6 @@ class Choice:
     reasons: tuple[str, ...]
     assumes: tuple[str, ...]
     source: str
-
-
-@dataclass(frozen=True)
-class CurvePoint:
-    """The time to the loss at a batch over that at the best, with the ends that the critical batch gives it."""
-
-    effective_batch: int
-    ratio: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -117,12 +107,12 @@ def advise_run(run: Run, request: TuneRequest) -> None:
         "range_within_5_percent": None if curve is None else list(curve.as_good),
         "best_effective_batch": None if curve is None else curve.soonest,
         "time_over_soonest": None if curve is None else curve.over_soonest(split.effective_batch),
-        "learning_rate": None if rate is None else rate.to_dict(),
+        "learning_rate": None if rate is None else asdict(rate),
         "critical_batch": None if critical is None else critical.to_dict(),
         "critical_batch_from": choice.critical_from,
         "seconds_per_step": seconds,
         "samples_per_second": None if seconds is None else split.effective_batch / seconds,
-        "time_to_target": [asdict(point) for point in trace_curve(choice)],
+        "time_to_target": trace_curve(choice),
         "reasons": list(choice.reasons),
         "assumes": list(choice.assumes),
         "changes": [asdict(change) for change in changes],
@@ -137,7 +127,7 @@ def pick_critical(measured: Measured) -> CriticalUsed:
     if branches is None:
         note = (
             "the noise scale stands in for the critical batch, which was 2 to 5 times as large on two tasks under "
-            "AdamW and momentum: --branches measures it on this one"
+            "AdamW and momentum: branches at several batches measure it on this one"
         )
         return CriticalUsed() if scale is None else CriticalUsed(scale, "noise scale", note)
     critical, ratio = branches.critical_batch, branches.ratio
@@ -229,19 +219,19 @@ def _soonest_reason(curve: TimeToLoss, split: Plan, critical: CriticalBatch | No
     return f"{reason}, {split.effective_batch:,} takes {curve.over_soonest(split.effective_batch):.2f} times as long"
 
 
-def trace_curve(choice: Choice) -> tuple[CurvePoint, ...]:
-    """Return the time to the loss at batches around the best."""
+def trace_curve(choice: Choice) -> list[dict[str, float]]:
+    """Return the time to the loss at batches around the best, over that at the best, with its ends."""
     curve, critical = choice.curve, choice.critical
     if curve is None or critical is None:
-        return ()
+        return []
     steps = range(-2 * _DOUBLINGS, 2 * _DOUBLINGS + 1)
     sizes = {max(round(curve.soonest * 2 ** (step / 2)), 1) for step in steps} | {choice.plan.effective_batch}
     ends = [replace(curve, critical=end) for end in (critical.low, critical.high) if 0 < end < math.inf]
     points = []
     for size in sorted(size for size in sizes if size <= curve.most):
         ratios = [one.over_soonest(size) for one in (curve, *ends)]
-        points.append(CurvePoint(size, ratios[0], min(ratios), max(ratios)))
-    return tuple(points)
+        points.append({"effective_batch": size, "ratio": ratios[0], "low": min(ratios), "high": max(ratios)})
+    return points
 
 
 def recommend_rate(measured: Measured, choice: Choice) -> RecommendedRate | None:

@@ -22,7 +22,7 @@ from batchwright.units import LARGEST_COUNT
 from batchwright.user_files import read_text, replace_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from batchwright.planning.plan import Plan
 
@@ -99,9 +99,7 @@ def read_run_file(file: str | Path) -> Run:
     try:
         text = read_text(path)
     except FileNotFoundError:
-        raise InvalidInputError(
-            f"no run at '{path}'.", remedy="batchwright tune TARGET writes one; --run-file FILE says where"
-        ) from None
+        raise InvalidInputError(f"no run at '{path}'.", remedy="the file that tune wrote") from None
     except OSError as error:
         raise InvalidInputError(
             f"the run at '{path}' cannot be read: {error.strerror}.", remedy="the file that tune wrote"
@@ -143,7 +141,7 @@ def read_run_to_resume(file: str | Path) -> tuple[Run, list[str]]:
 def _damaged(path: Path, reason: str) -> InvalidInputError:
     return InvalidInputError(
         f"the run at '{path}' is damaged: {reason}.",
-        remedy="batchwright tune TARGET --run-file FILE, which writes it anew",
+        remedy="the file of another run, or tune again, which replaces it",
     )
 
 
@@ -325,31 +323,35 @@ class BranchesSection:
         return cls(CriticalBatch.from_dict(section["critical_batch"]), section["ratio"], factors)
 
 
+_READERS: dict[str, Callable[[Section], Any]] = {
+    "workload": WorkloadSection.read,
+    "fit": FitSection.read,
+    "estimate": EstimateSection.read,
+    "throughput": ThroughputSection.read,
+    "noise": NoiseSection.read,
+    "branches": BranchesSection.read,
+}
+
+
 @dataclass(frozen=True)
 class Measured:
     """What a run has measured; a section that was skipped is None."""
 
-    workload: WorkloadSection | None
-    fit: FitSection | None
-    estimate: EstimateSection | None
-    throughput: ThroughputSection | None
-    noise: NoiseSection | None
-    branches: BranchesSection | None
-    nothing_fits: bool
+    workload: WorkloadSection | None = None
+    fit: FitSection | None = None
+    estimate: EstimateSection | None = None
+    throughput: ThroughputSection | None = None
+    noise: NoiseSection | None = None
+    branches: BranchesSection | None = None
+    nothing_fits: bool = False
     """Whether a fit has shown that not even the smallest micro-batch fits."""
 
     @classmethod
     def read(cls, run: Run) -> Measured:
         """Read the sections of a run."""
-        return cls(
-            workload=WorkloadSection.read(run["workload"]) if is_done(run["workload"]) else None,
-            fit=FitSection.read(run["fit"]) if is_done(run["fit"]) else None,
-            estimate=EstimateSection.read(run["estimate"]) if is_done(run["estimate"]) else None,
-            throughput=ThroughputSection.read(run["throughput"]) if is_done(run["throughput"]) else None,
-            noise=NoiseSection.read(run["noise"]) if is_done(run["noise"]) else None,
-            branches=BranchesSection.read(run["branches"]) if is_done(run["branches"]) else None,
-            nothing_fits=run["fit"].get("nothing_fits") is True,
-        )
+        readers = {name: reader for name, reader in _READERS.items() if is_done(run[name])}
+        sections = {name: reader(run[name]) for name, reader in readers.items()}
+        return cls(**sections, nothing_fits=run["fit"].get("nothing_fits") is True)
 
     @property
     def micro_batch(self) -> int | None:

@@ -11,25 +11,28 @@ Promises:
 from __future__ import annotations
 
 import datetime
+import shlex
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchwright.catalogue.cards import names_a_card
 from batchwright.device.device import default_device, open_device
+from batchwright.device.outcome import is_out_of_memory
 from batchwright.errors import BatchwrightError, InvalidInputError, RankFailedError, StepFailedError
 from batchwright.memory.on_card import card_named
 from batchwright.printed_result import PrintedResult
-from batchwright.ranks.meeting import is_out_of_memory
 from batchwright.ranks.session import Session, process_group, together
-from batchwright.targets import is_from_users_code, load_workload, users_traceback_text
-from batchwright.tuning import stages
+from batchwright.scripts.script import Script
+from batchwright.targets import Target, is_from_users_code, load_workload, users_traceback_text
+from batchwright.tuning import script_stages, stages
 from batchwright.tuning.recommendation import advise_run
 from batchwright.tuning.run_file import Measured, is_done, new_run, read_run_to_resume, write_run
-from batchwright.tuning.tune_request import STAGES, TRAINING_STAGES, TuneRequest
+from batchwright.units import parse_bytes, shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from rich.console import RenderableType
 
@@ -37,6 +40,108 @@ if TYPE_CHECKING:
     from batchwright.workload import Workload
 
     Say = Callable[[str], None]
+
+
+STAGES = ("fit", "estimate", "throughput", "audit", "noise", "branches")
+"""What can be skipped, in the order in which it is done."""
+TRAINING_STAGES = ("throughput", "audit", "noise", "branches")
+"""Those that run real steps: never on a simulated card, and together on all ranks."""
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """One question to `tune`.
+
+    >>> TuneRequest(skip=["noise"], devices=2).skip
+    ('noise',)
+    """
+
+    on: str = field(default_factory=default_device)
+    memory: str | int | None = None
+    devices: int = 1
+    effective_batch: int | None = None
+    limit: int | None = None
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 200
+    noise_batch: int | None = None
+    branch_batches: tuple[int, ...] = ()
+    seed: int = 0
+    skip: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "skip", (self.skip,) if isinstance(self.skip, str) else tuple(self.skip))
+        object.__setattr__(self, "shape", dict(self.shape))
+        object.__setattr__(self, "branch_batches", tuple(self.branch_batches))
+        for name in self.skip:
+            if name not in STAGES:
+                raise InvalidInputError(
+                    f"there is no stage {shortened(name)} to skip; there are {', '.join(STAGES)}.",
+                    remedy='skip=["noise"]',
+                )
+        whole_number(self.devices, "devices")
+        whole_number(self.steps, "steps")
+        for name in ("effective_batch", "limit", "noise_batch"):
+            if getattr(self, name) is not None:
+                whole_number(getattr(self, name), name.replace("_", " "))
+        if self.memory is not None:
+            parse_bytes(self.memory)
+
+    @property
+    def is_on_card(self) -> bool:
+        """Whether it is about a simulated card: nothing runs there."""
+        return names_a_card(self.on)
+
+    def reason_to_skip(self, stage: str) -> str | None:
+        """Return why a stage is not run; None if it is."""
+        if stage in self.skip:
+            return "skipped, as asked"
+        if stage == "branches" and not self.branch_batches:
+            return "not asked for"
+        if self.is_on_card and stage in TRAINING_STAGES:
+            return f"{self.on} is simulated: nothing runs there"
+        return None
+
+    def command(self, target: str | Script) -> str:
+        """Return the command that asks this.
+
+        >>> TuneRequest(memory="16GiB", branch_batches=(16, 64), shape={"seq_len": 512}).command("train.py:workload")
+        'batchwright tune train.py:workload --memory 16GiB --shape seq_len=512 --branches 16,64'
+        """
+        if isinstance(target, str):
+            named = Target.read(target)
+            words, behind = ["batchwright", "tune", named.name], named.arguments
+        else:
+            words, behind = ["batchwright", "tune", *target.options], tuple(target.words)
+        for argument in fields(self):
+            if argument.name == "seed":
+                continue
+            value, option = getattr(self, argument.name), f"--{argument.name.replace('_', '-')}"
+            if argument.name == "shape":
+                words += [word for name, size in value.items() for word in (option, f"{name}={size}")]
+            elif isinstance(value, tuple):
+                option = "--branches" if argument.name == "branch_batches" else option
+                words += [option, ",".join(map(str, value))] if value else []
+            elif value != (default_device() if argument.name == "on" else argument.default):
+                words += [option, _as_typed(value) if argument.name == "memory" else str(value)]
+        text = shlex.join([*words, "--", *behind] if behind else words)
+        return f"{text}  # and in Python: seed={self.seed}" if self.seed else text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the question as plain data."""
+        return {**asdict(self), "branch_batches": list(self.branch_batches), "skip": list(self.skip)}
+
+
+def _as_typed(amount: str | int) -> str:
+    """An amount as a person types it, if bytes are whole MiB or GiB.
+
+    >>> _as_typed(64 * 2**20), _as_typed("16GiB"), _as_typed(1000)
+    ('64MiB', '16GiB', '1000')
+    """
+    if isinstance(amount, int):
+        for power, unit in ((30, "GiB"), (20, "MiB")):
+            if amount and amount % 2**power == 0:
+                return f"{amount >> power}{unit}"
+    return str(amount)
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,12 +175,6 @@ class Tuned(PrintedResult):
 
         return draw_tuned(self)
 
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import table_to_html
-        from batchwright.report.text.tune_text import summarize_tuned, tuned_columns, tuned_remarks
-
-        return table_to_html(summarize_tuned(self), tuned_columns(self), tuned_remarks(self))
-
 
 _RUNS: dict[str, Callable[..., Section]] = {
     "fit": stages.find_fit,
@@ -85,12 +184,18 @@ _RUNS: dict[str, Callable[..., Section]] = {
     "noise": stages.watch_noise,
     "branches": stages.train_branches,
 }
+
+
+def _runs(work: object) -> Mapping[str, Callable[..., Section]]:
+    return script_stages.RUNS if isinstance(work, Script) else _RUNS
+
+
 # Between two parts of one run.
 _MAY_DIFFER = ("skip", "command", "batchwright", "torch", "python")
 
 
 def tune(
-    work: Workload | str,
+    work: Workload | Script | str,
     *,
     on: str | None = None,
     memory: str | int | None = None,
@@ -121,7 +226,7 @@ def tune(
     >>> tuned.run["fit"]["micro_batch"], tuned.run["estimate"], tuned.finished
     (64, {'skipped': 'skipped, as asked'}, True)
 
-    - `work`: a workload, or a target such as "train.py:workload".
+    - `work`: a workload, a `bw.Script`, or a target such as "train.py:workload".
     - `on`: a device of this machine (default: its accelerator, else cpu), or a card of the catalogue; nothing runs on
       a card, so only memory is answered.
     - `memory`: the budget of a device. `limit`: the largest micro-batch of interest.
@@ -154,7 +259,7 @@ def tune(
 
 
 def _tune(
-    work: Workload | str,
+    work: Workload | Script | str,
     request: TuneRequest,
     path: Path | None,
     ranks: Session,
@@ -166,7 +271,10 @@ def _tune(
     target = work if isinstance(work, str) else None
     with ranks.at(f"loading {target or 'the workload'}"):
         workload = load_workload(work) if isinstance(work, str) else work
-        about = stages.describe_workload(workload, target, request)
+        if isinstance(workload, Script):
+            workload, about = script_stages.describe_script(workload, request, say)
+        else:
+            about = stages.describe_workload(workload, target, request)
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     run = _resume(path, about, ranks, say) if resume else {**new_run(created), "workload": about}
     seconds: dict[str, float] = run["workload"].setdefault("seconds", {})
@@ -176,7 +284,7 @@ def _tune(
         measured = Measured.read(run)
         reason = request.reason_to_skip(stage)
         if reason is None and stage in TRAINING_STAGES:
-            reason = _reason_not_to_train(workload, measured)
+            reason = _reason_not_to_train(about, measured)
         if reason is not None:
             run[stage] = {"skipped": reason}
             continue
@@ -184,7 +292,8 @@ def _tune(
         start = time.monotonic()
         try:
             with ranks.at(f"stage {stage}"):
-                run[stage] = _run_everywhere(stage, work if stage == "fit" else workload, measured, request, ranks, say)
+                fitted = target if stage == "fit" and target else workload
+                run[stage] = _run_everywhere(stage, fitted, measured, request, ranks, say)
         except KeyboardInterrupt as stop:
             run[stage] = {"skipped": "interrupted"}
             if _keep(run, path, say):
@@ -196,14 +305,16 @@ def _tune(
         if file is not None:
             ranks.remedy = f"What was measured before that is in {file}; resume=True goes on from there."
     advise_run(run, request)
+    if isinstance(workload, Script):
+        script_stages.fill_in(run["recommendation"], workload, request)
     run["finished"] = True
     return Tuned(run, file=path if _keep(run, path, say) else None)
 
 
-def _reason_not_to_train(workload: Workload, measured: Measured) -> str | None:
+def _reason_not_to_train(about: Section, measured: Measured) -> str | None:
     if measured.nothing_fits:
         return "nothing fits"
-    return "the workload has no optimizer: it only infers" if workload.optimizer is None else None
+    return "the workload has no optimizer: it only infers" if about["optimizer"] is None else None
 
 
 def _resume(path: Path | None, about: Section, ranks: Session, say: Say) -> Run:
@@ -242,9 +353,9 @@ def _run_on_ranks(stage: str, work: Any, measured: Measured, request: TuneReques
     try:
         # A group of its own, so that a stage that failed leaves nothing to the next.
         if stage not in TRAINING_STAGES:
-            return _RUNS[stage](work, measured, request, say)
+            return _runs(work)[stage](work, measured, request, say)
         with process_group(request.on) as device:
-            return _RUNS[stage](work, measured, replace(request, on=device), say)
+            return _runs(work)[stage](work, measured, replace(request, on=device), say)
     except BatchwrightError as error:
         if isinstance(error, StepFailedError | RankFailedError):
             raise
@@ -254,7 +365,7 @@ def _run_on_ranks(stage: str, work: Any, measured: Measured, request: TuneReques
 
 def _run_stage(stage: str, work: Any, measured: Measured, request: TuneRequest, say: Say) -> Section:
     try:
-        return _RUNS[stage](work, measured, request, say)
+        return _runs(work)[stage](work, measured, request, say)
     except BatchwrightError as error:
         say(f"{stage} failed: {error}")
         return _failed(error, str(error), is_users=isinstance(error, StepFailedError))

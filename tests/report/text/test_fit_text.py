@@ -87,12 +87,12 @@ def test_every_probe_is_a_row_in_the_order_they_ran() -> None:
     ]
 
 
-def test_remarks_say_speed_memory_and_what_was_given_back() -> None:
+def test_remarks_say_speed_memory_and_what_was_restored() -> None:
     assert list(fit_remarks(made())) == [
         "speed: 100 samples/s at micro-batch 30 already, 86 at 43.",
         "memory: 100 MiB fixed + 20 MiB per sample near the answer (slope predicted).",
-        "given back: weights, random state.",
-        "not looked after: files.",
+        "restored: weights, random state.",
+        "not restored: files.",
     ]
 
 
@@ -172,5 +172,5 @@ def test_the_answer_stands_out_on_a_terminal() -> None:
 def test_it_shows_itself_in_a_notebook() -> None:
     html = made()._repr_html_()
     assert "<td" in html
-    assert "given back: weights" in html
+    assert "restored: weights" in html
     assert "crops" in table()._repr_html_()

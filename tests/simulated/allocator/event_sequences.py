@@ -11,7 +11,7 @@ from batchwright.simulated.allocator.settings import AllocatorSettings
 from tests.oracle.caching_allocator import NoRoom, PlainAllocator, Rules
 
 if TYPE_CHECKING:
-    from batchwright.simulated.allocator.blocks import Block
+    from batchwright.simulated.allocator.segments import Block
     from tests.oracle.caching_allocator import Piece
 
 KIB = 1024
@@ -105,13 +105,12 @@ class Pair:
         allowed = int(capacity * share) // (unit := rng.choice([1, 4 * MIB])) * unit if case.capped else None
         self.rng = rng
         self.outcome = Outcome()
-        self.heard: list[tuple[str, int, int, int]] = []
+        self.heard: list[tuple[str, int, int]] = []
         self.real = CachingAllocator(
             capacity, AllocatorSettings.parse(case.text), allowed, listener=lambda *entry: self.heard.append(entry)
         )
         self.plain = PlainAllocator(capacity, Rules(**{**vars(case.rules), "allowed": allowed}))
         self.alive: list[tuple[Block, Piece | None]] = []
-        self.streams = rng.choice([[0], [0, 7], [0, 0, 3, 7]])
         self.sizes = [self._size() for _ in range(rng.randrange(2, 12))]
         self.freeing = rng.uniform(0.25, 0.55)
         self.emptying = rng.choice([0.01, 0.02, 0.15])
@@ -126,27 +125,16 @@ class Pair:
             self.plain.empty_cache()
             return "empty_cache"
         if kind > 0.99:
-            self.real.reset_peaks()
+            self.real.stats.reset_peaks()
             self.plain.peaks = self.plain.now()
             return "reset_peaks"
-        if kind > 0.96:
-            stream = rng.choice([None, 0, 3, 7])
-            self.real.complete_events(stream)
-            self.plain.complete_events(stream)
-            return f"complete_events({stream})"
-        if kind > 0.9 and self.alive:
-            block, piece = rng.choice(self.alive)
-            stream = rng.choice([0, 3, 7])
-            self.real.use_on_stream(block, stream)
-            self.plain.use_on_stream(piece, stream)
-            return f"use_on_stream({block!r}, {stream})"
         if self.alive and rng.random() < self.freeing:
             block, piece = self.alive.pop(rng.choice([0, -1, rng.randrange(len(self.alive))]))
             said = f"free({block!r})"
             self.real.free(block)
             self.plain.free(piece)
             return said
-        return self._malloc(rng.choice(self.sizes) if rng.random() < 0.7 else self._size(), rng.choice(self.streams))
+        return self._malloc(rng.choice(self.sizes) if rng.random() < 0.7 else self._size())
 
     def difference(self, *, layout: bool) -> str:
         """Say in what the two differ, if in anything."""
@@ -170,23 +158,23 @@ class Pair:
 
     def _difference_of_layouts(self) -> str:
         mine = [
-            (s.address, s.stream, s.segment_type, s.is_expandable, tuple(_fields(b) for b in s.blocks))
+            (s["address"], s["segment_type"], s["is_expandable"], tuple(tuple(b.values())[:4] for b in s["blocks"]))
             for s in self.real.segments()
         ]
         theirs = self.plain.layout()
         return "" if mine == theirs else f"segments {mine}, oracle {theirs}"
 
-    def _malloc(self, size: int, stream: int) -> str:
+    def _malloc(self, size: int) -> str:
         block: Block | None = None
         piece: Piece | None = None
         mine: tuple[int, ...] = ()
         theirs: tuple[int, ...] = ()
         try:
-            block = self.real.malloc(size, stream)
+            block = self.real.malloc(size)
         except SimulatedOutOfMemory as full:
             mine = full.requested, full.allocated, full.reserved, full.free, full.capacity
         try:
-            piece = self.plain.malloc(size, stream)
+            piece = self.plain.malloc(size)
         except NoRoom as full:
             theirs = full.numbers
         self.outcome.ooms += bool(theirs)
@@ -197,7 +185,7 @@ class Pair:
             if place[0] != place[1]:
                 self.said = f"block {place[0]}, oracle {place[1]}"
             self.alive.append((block, piece))
-        return f"malloc({size}, {stream})"
+        return f"malloc({size})"
 
     def _size(self) -> int:
         rng = self.rng
@@ -209,7 +197,3 @@ class Pair:
         if kind < 0.98:
             return max(rng.choice(EDGES) + rng.choice([-MIB, -512, -1, 0, 0, 1, 512, MIB]), 0)
         return rng.choice([0, 2**60, 2**33])
-
-
-def _fields(block: object) -> tuple[object, ...]:
-    return tuple(vars(block).values())

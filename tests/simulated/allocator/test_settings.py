@@ -144,7 +144,7 @@ OPTIONS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(OPTIONS, max_size=4, unique_by=lambda option: option.split(":")[0]), COUNTS)
 def test_text_is_understood_and_refused_as_by_pytorchs_own_parser(
     own: PyTorchsOwn, options: list[str], segment: int

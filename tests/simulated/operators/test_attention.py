@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from batchwright.catalogue.cards import find_card
 from batchwright.simulated.card import SimulatedCard
-from batchwright.simulated.operators.attention import EFFICIENT, FLASH, MATH, Attention, choose_attention
+from batchwright.simulated.operators.cuda_kernels import EFFICIENT, FLASH, MATH, Attention, choose_attention
 from batchwright.trace.run import trace_workload
 from tests.device.workloads import make_linear
 

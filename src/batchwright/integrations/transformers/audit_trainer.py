@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.accumulate.checks import batch_norms
 from batchwright.auditing.audit import audit_subject
-from batchwright.auditing.audit_result import TOLERANCES, Compared
+from batchwright.auditing.audit_result import TOLERANCES
+from batchwright.auditing.audited_workload import AuditSubject
 from batchwright.auditing.gradients import Gradient, comparison_dtype, named_weights
 from batchwright.auditing.loop_recorder import RecordedWindow
-from batchwright.auditing.overrides import frozen_statistics, without_dropout
+from batchwright.auditing.overrides import without_dropout
 from batchwright.device.batches import join, tensors_in
 from batchwright.errors import InvalidInputError, import_extra
 from batchwright.integrations.transformers.fit_trainer import TrainerProbes
@@ -44,11 +44,11 @@ def audit_trainer(trainer: Any) -> Audit:
     return audit_subject(subject, [sizes], tails, name=name, what="the trainer's own train(), as configured")
 
 
-class TrainerSubject:
-    """A trainer made ready to be compared with itself; a micro-batch is a list of samples before they are collated."""
+class TrainerSubject(AuditSubject):
+    """A trainer made ready to be compared with itself; a micro-batch is a list of samples before they are collated.
 
-    is_stateful = False
-    """Not looked for."""
+    Whether its loss is stateful is not looked for.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -76,11 +76,6 @@ class TrainerSubject:
         """The micro-batches of the first window."""
         return tuple(map(len, self._samples))
 
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether statistics are taken from each batch."""
-        return bool(batch_norms(self.model.train()))
-
     @contextmanager
     def open(self) -> Iterator[None]:
         """Compare inside of this: dropout is off."""
@@ -104,17 +99,6 @@ class TrainerSubject:
         if is_random:
             self.notes.append("the loss is random even without dropout: two seeds give two gradients")
         return is_random
-
-    @contextmanager
-    def frozen_statistics(self) -> Iterator[None]:
-        """Have batch normalization use its running statistics."""
-        with frozen_statistics(self.model):
-            yield
-
-    @contextmanager
-    def without_draws(self) -> Iterator[bool]:
-        """Dropout is off already."""
-        yield False
 
     def micro_batches(self, sizes: Sequence[int]) -> list[Any]:
         """Return the micro-batches of a split that the trainer itself forms."""
@@ -148,10 +132,6 @@ class TrainerSubject:
     def stepped_names(self) -> set[str]:
         """The weights that an optimizer steps: a trainer steps all that it trains."""
         return set(named_weights(self.model))
-
-    def compared_with(self, sizes: Sequence[int]) -> Compared:
-        """The reference is the big batch itself."""
-        return Compared()
 
     def twice(self, micro_batches: Sequence[list[Any]]) -> list[RecordedWindow]:
         """Return one window: zeroing between two is the trainer's own, and ours ends at the first."""

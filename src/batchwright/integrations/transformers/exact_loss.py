@@ -21,7 +21,8 @@ from torch.utils.data import IterableDataset
 from batchwright.device.batches import cut, move_batch, num_samples
 from batchwright.errors import InvalidInputError, import_extra
 from batchwright.integrations.transformers.heads import HeadCheck, as_it_was, check_head
-from batchwright.state.process_state import random_sources
+from batchwright.printed_result import PrintedLine
+from batchwright.state.process_state import kept_random_state
 from batchwright.units import shortened
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ _SAMPLES = 4
 
 
 @dataclass(frozen=True)
-class ExactLoss:
+class ExactLoss(PrintedLine):
     """What was changed on a trainer so that its loss is exact; leaving a `with` block undoes it."""
 
     head: HeadCheck
@@ -145,11 +146,6 @@ class ExactLoss:
     def __str__(self) -> str:
         changes = f"changed: {'; '.join(self.changed)}" if self.changed else "nothing was changed"
         return f"{self.head.head}: {self.reason}; {changes}"
-
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import text_to_html
-
-        return text_to_html(str(self))
 
 
 def exact_loss(trainer: Any, *, batch: Mapping[str, Any] | None = None) -> ExactLoss:
@@ -321,16 +317,14 @@ def _small_batch(trainer: Any) -> dict[str, Any]:
     data = trainer.train_dataset
     if data is None:
         raise InvalidInputError("the trainer has no train_dataset.", remedy="exact_loss(trainer, batch=...)")
-    put_back = random_sources(trainer.args.device)
     columns = trainer._signature_columns
-    try:
-        if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
-            samples = list(itertools.islice(iter(data), _SAMPLES))
-        else:
-            samples = [data[index] for index in range(min(_SAMPLES, len(data)))]
-        collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="training")
-        return dict(collate(samples))
-    finally:
-        trainer._signature_columns = columns
-        for source in put_back.values():
-            source()
+    with kept_random_state(trainer.args.device):
+        try:
+            if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
+                samples = list(itertools.islice(iter(data), _SAMPLES))
+            else:
+                samples = [data[index] for index in range(min(_SAMPLES, len(data)))]
+            collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="training")
+            return dict(collate(samples))
+        finally:
+            trainer._signature_columns = columns

@@ -13,7 +13,6 @@ import contextlib
 import copy
 import itertools
 from collections import OrderedDict, defaultdict, deque
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +22,15 @@ from torch.utils.data import IterableDataset, SequentialSampler, Subset
 from batchwright.device.device import open_limited
 from batchwright.device.host import live_bytes
 from batchwright.errors import InvalidInputError, NothingFitsError, import_extra
-from batchwright.fitting.budget import open_budget
-from batchwright.fitting.cut_calls import CountedSteps, run_until_second_step
 from batchwright.fitting.driver import Cap, Cause, describe, nothing_fits, raise_failure, run_series
-from batchwright.fitting.find_batch_size import keep_effective_batch, refuse_series
+from batchwright.fitting.find_batch_size import CountedSteps, keep_effective_batch, refuse_series, run_until_second_step
+from batchwright.fitting.fit import longest_first
 from batchwright.fitting.fit_result import Fit, Restored
+from batchwright.fitting.probers import open_budget, refuse_spread
 from batchwright.fitting.search import by_doubling, by_peaks
-from batchwright.fitting.work import longest_first, refuse_spread
 from batchwright.state.held_objects import held_objects
-from batchwright.state.interrupts import uninterrupted
 from batchwright.state.kept_state import KeptState
-from batchwright.state.process_state import cheap_collections
+from batchwright.state.process_state import cheap_collections, uninterrupted
 from batchwright.state.untouched import untouched
 from batchwright.units import shortened, whole_number
 
@@ -63,22 +60,6 @@ _QUIET = {
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The attributes of an object, to be put back by reference."""
-
-    thing: Any
-    attributes: dict[str, Any]
-
-    @staticmethod
-    def of(thing: Any) -> _Found:
-        return _Found(thing, dict(vars(thing)))
-
-    def put_back(self) -> None:
-        vars(self.thing).clear()
-        vars(self.thing).update(self.attributes)
-
-
 class TrainerProbes:
     """Probes of one trainer, which come after each other and leave nothing behind; `limit_bytes` holds each of them."""
 
@@ -89,7 +70,8 @@ class TrainerProbes:
         changed = [trainer, trainer.accelerator, trainer.accelerator.gradient_state]
         # Special tokens of a tokenizer are written into these.
         changed += [getattr(trainer.model, name, None) for name in ("config", "generation_config")]
-        self._found = [_Found.of(thing) for thing in changed if hasattr(thing, "__dict__")]
+        self._before = [(thing, dict(vars(thing))) for thing in changed if hasattr(thing, "__dict__")]
+        """Objects with their attributes, to be put back by reference."""
         # Held by a call that never happens, so that it is looked for where a function's things are.
         holder = partial(print, trainer, trainer.data_collator, trainer.train_dataset, trainer.accelerator)
         reached = list(held_objects(holder).values())
@@ -103,7 +85,8 @@ class TrainerProbes:
         self.num_samples = len(data) if has_numbers else None
         self._order: tuple[int, ...] | None = None
         self.notes: list[str] = []
-        own = [type(callback).__name__ for callback in self._callbacks() if not _is_transformers_own(callback)]
+        kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+        own = [kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] != "transformers"]
         if own:
             self.notes.append(f"callbacks were not called by the probes: {', '.join(own)}")
         if self.num_samples == 0:
@@ -146,8 +129,9 @@ class TrainerProbes:
                     yield
             finally:
                 with uninterrupted():
-                    for state in self._found:
-                        state.put_back()
+                    for thing, attributes in self._before:
+                        vars(thing).clear()
+                        vars(thing).update(attributes)
                     self._state.restore()
 
     def restored(self) -> Restored:
@@ -174,15 +158,14 @@ class TrainerProbes:
         trainer.control = copy.copy(trainer.control)
         trainer.callback_handler = copy.copy(trainer.callback_handler)
         trainer.callback_handler.callbacks = [
-            callback for callback in self._callbacks() if type(callback).__name__ == "DefaultFlowCallback"
+            callback
+            for callback in trainer.callback_handler.callbacks
+            if type(callback).__name__ == "DefaultFlowCallback"
         ]
         trainer._memory_tracker = type(trainer._memory_tracker)(skip_memory_metrics=True)
         if samples is not None:
             trainer.train_dataset = samples
             trainer._get_train_sampler = lambda dataset=None: SequentialSampler(trainer.train_dataset)
-
-    def _callbacks(self) -> list[Any]:
-        return list(self._trainer.callback_handler.callbacks)
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -193,10 +176,6 @@ class TrainerProbes:
             yield
         finally:
             logging.set_verbosity(verbosity)
-
-
-def _is_transformers_own(callback: Any) -> bool:
-    return type(callback).__module__.partition(".")[0] == "transformers"
 
 
 def _copied(value: Any) -> Any:
@@ -287,7 +266,7 @@ def _check(trainer: Any) -> None:
     if args.world_size > 1:
         raise InvalidInputError(
             f"the trainer runs on {args.world_size} ranks, and {waits}.",
-            remedy="fit_trainer on one device, then its sizes on all of them; or batchwright fit under torchrun",
+            remedy="fit_trainer on one device, then its sizes on all of them; or bw.fit(workload) under torchrun",
         )
     if args.n_gpu > 1:
         raise InvalidInputError(

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from batchwright.device.step import evaluating
 from batchwright.errors import InvalidInputError
-from batchwright.state.process_state import random_sources
+from batchwright.printed_result import PrintedLine
+from batchwright.state.process_state import kept_random_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -31,7 +33,7 @@ _IGNORED = -100
 
 
 @dataclass(frozen=True)
-class HeadCheck:
+class HeadCheck(PrintedLine):
     """What one head does with `num_items_in_batch`."""
 
     head: str
@@ -53,11 +55,6 @@ class HeadCheck:
 
     def __str__(self) -> str:
         return f"{self.head}: {self.reason}"
-
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import text_to_html
-
-        return text_to_html(str(self))
 
 
 def check_head(model: torch.nn.Module, batch: Mapping[str, Any]) -> HeadCheck:
@@ -122,12 +119,8 @@ def not_given_a_count(model: Any, batch: Mapping[str, Any]) -> str:
 def loss_at(model: Any, batch: Mapping[str, Any], count: torch.Tensor | None) -> float:
     """Return the loss of a micro-batch, given a count or none; random numbers are drawn as if for the first time."""
     counted = {} if count is None else {"num_items_in_batch": count.to(batch["labels"].device)}
-    put_back = random_sources(batch["labels"].device)
-    try:
+    with kept_random_state(batch["labels"].device):
         outputs = model(**batch, **counted)
-    finally:
-        for source in put_back.values():
-            source()
     loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise InvalidInputError(f"{type(model).__name__} returned no loss for this batch.")
@@ -151,14 +144,12 @@ def _losses(model: Any, batch: Mapping[str, Any], count: int) -> tuple[float, fl
 @contextlib.contextmanager
 def as_it_was(model: torch.nn.Module, *, train: bool = True) -> Iterator[None]:
     """Run in train mode, since some terms exist only there, or in eval mode; modes and buffers are put back."""
-    modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    model.train(train)
     try:
-        yield
+        with evaluating(model):
+            model.train(train)
+            yield
     finally:
-        for module, mode in modes:
-            module.training = mode
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)

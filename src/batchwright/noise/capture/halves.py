@@ -94,7 +94,8 @@ class Halves:
         self._generator = torch.Generator().manual_seed(0)
         self.is_mine = torch.zeros(samples, dtype=torch.bool)
         """Which samples the half of the last pass has."""
-        self._computed_weights: list[Node] = []
+        self.computed_weights: list[Node] = []
+        """Graphs of weights that parametrizations computed from weights; to be cleared after a window."""
         self.failure: str | None = None
 
     def follow_parametrizations(self, model: nn.Module) -> list[Any]:
@@ -102,13 +103,9 @@ class Halves:
         computing = [module for module in model.modules() if isinstance(module, ParametrizationList)]
         return [module.register_forward_hook(WeakHook(self._weight_computed)) for module in computing]
 
-    def forget_computed_weights(self) -> None:
-        """Let go of the graphs of weights that were computed so far."""
-        self._computed_weights.clear()
-
     def _weight_computed(self, _: nn.Module, __: Any, weight: torch.Tensor) -> None:
         if weight.grad_fn is not None:
-            self._computed_weights.append(weight.grad_fn)
+            self.computed_weights.append(weight.grad_fn)
 
     def take(self, tensors: Any, gradients: Any = None) -> bool:
         """Take the share of one half, before the backward of `tensors`; False if it does not concern the weights."""
@@ -131,7 +128,7 @@ class Halves:
                 self._samples,
                 self._batch_dim,
                 attempt,
-                computed=self._computed_weights,
+                computed=self.computed_weights,
             )
             if not graph.concerns_weights:
                 return False
@@ -181,7 +178,7 @@ class Halves:
 
     def _run(self, pairs: list[tuple[Any, Any]], graph: _Graph, *, is_checked: bool) -> list[torch.Tensor | None]:
         verified: list[bool] = []
-        hooks = [node.register_prehook(self._silence(node, layouts)) for node, layouts in graph.places.items()]
+        hooks = [node.register_prehook(self._silence(layouts)) for node, layouts in graph.places.items()]
         hooks += [node.register_prehook(self._shrink) for node in graph.common]
         if is_checked or graph.needs_check:
             below = graph.below_places()
@@ -202,9 +199,7 @@ class Halves:
             raise _TiedError
         return [None if s is None else s.detach().to_dense() if s.is_sparse else s.detach() for s in shares]
 
-    def _silence(self, node: Node, layouts: list[_Layout | None]) -> Callable[[Any], Any]:
-        del node
-
+    def _silence(self, layouts: list[_Layout | None]) -> Callable[[Any], Any]:
         def hook(gradients: tuple[torch.Tensor | None, ...]) -> Any:
             silenced: list[torch.Tensor | None] = []
             for gradient, layout in zip(gradients, layouts, strict=False):

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from batchwright.noise.capture.watched_windows import Sink
+    from batchwright.noise.noise_scale import NoiseScale
 
     Listener = Callable[[Any, Any], None]
 
@@ -107,13 +107,13 @@ class OwnLoop:
         batch_dim: int = 0,
         scaler: Any,
         every: int,
-        sink: Sink,
+        sink: NoiseScale,
     ) -> None:
         self._batch_dim = batch_dim
         self._model, self._optimizers = model, list(optimizers)
         self._micro_batch, self._scaler, self._every = micro_batch, scaler, every
         # The sink holds this object, and must be free to go, and its hooks with it.
-        self._sink: Sink = weakref.proxy(sink)
+        self._sink: NoiseScale = weakref.proxy(sink)
         self._reason = ""
         check_data_parallel(model)
         self.parallelism = find_parallelism(model)
@@ -226,7 +226,7 @@ class OwnLoop:
         self._of_mean = None
         if self._num_backward >= self._num_before:
             self._of_mean = self.leaves.squares_of_gradients() / (factor * factor)
-            sums.end_probe(self.leaves.probe_of_gradients())
+            sums.final_probe = self.leaves.probe_of_gradients()
         self._wait()
 
     def _step_begins(self, _: Any, args: Any, kwargs: Any) -> None:
@@ -253,7 +253,7 @@ class OwnLoop:
             self._sink.learn(rows, 1.0, self.num_windows + 1)
         self.leaves.stop()
         if self._halves is not None:
-            self._halves.forget_computed_weights()
+            self._halves.computed_weights.clear()
         self.num_windows += 1
         self._begin()
 

@@ -15,21 +15,24 @@ import math
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.accumulate.checks import as_list, batch_norms
+from batchwright.accumulate.weights import batch_norms
+from batchwright.accumulate.windows import WindowWatcher
 from batchwright.noise.capture.example_norms import ExampleNorms, UnknownModuleError
 from batchwright.noise.capture.leaves import LeafSquares, Weights
 from batchwright.noise.track import Observation, Squares
+from batchwright.units import as_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from batchwright.accumulate.accumulator import Accumulator
-    from batchwright.accumulate.loss_terms import Totals
+    from batchwright.accumulate.micro_batches import Totals
     from batchwright.accumulate.ranks import Parallelism
+    from batchwright.noise.noise_scale import NoiseScale
 
 
 _LEAST_STEPS = 20
@@ -119,22 +122,6 @@ PROBE_TOLERANCES = {4: 1e-3, 8: 1e-6}
 ROUGH = 5e-2
 
 
-class Sink(Protocol):
-    """Takes what is found of the windows."""
-
-    def learn(self, rows: Sequence[Sequence[Any]], factor: float, number: int) -> None:
-        """Take the `RankSums` of all ranks, packed, for the window of this number; its gradient counts `factor`."""
-
-    def skip(self, reason: int) -> None:
-        """Count a window that cannot be used."""
-
-    def weights_changed(self, weights: Weights) -> None:
-        """Measure something else from now on."""
-
-    def note(self, text: str) -> None:
-        """Say something to the user, once."""
-
-
 @dataclass(frozen=True)
 class RankSums:
     """What one rank knows of a window: what it tells the others, once."""
@@ -187,7 +174,8 @@ class WindowSums:
         self.reason = 0
         self._probe: Any = 0.0
         self._probe_size: Any = 0.0
-        self._final_probe: Any = 0.0
+        self.final_probe: Any = 0.0
+        """The same combination of the gradient in the end."""
 
     def add(self, squares: torch.Tensor, units: float, samples: float, factor: Any) -> None:
         """Add a part of so many units, whose gradient came multiplied by `factor` (a number, or on the device)."""
@@ -225,10 +213,6 @@ class WindowSums:
         self._probe = self._probe + probe
         self._probe_size = self._probe_size + abs(probe)
 
-    def end_probe(self, probe: Any) -> None:
-        """Note the same combination of the gradient in the end."""
-        self._final_probe = probe
-
     def for_ranks(self, squares_of_mean: torch.Tensor) -> RankSums:
         """Return what the other ranks are told."""
         return RankSums(
@@ -241,7 +225,7 @@ class WindowSums:
             scale_changes=self._scale_changes,
             probe=self._probe,
             probe_size=self._probe_size,
-            final_probe=self._final_probe,
+            final_probe=self.final_probe,
         )
 
 
@@ -279,7 +263,7 @@ class MeasuredWindow:
         """
         ranks = [RankSums.unpack(row) for row in rows]
         units, samples, parts = (sum(getattr(rank, n) for rank in ranks) for n in ("units", "samples", "parts"))
-        reason = int(max(rank.reason for rank in ranks)) or (SCALE_CHANGED if _any_scale_changed(ranks) else 0)
+        reason = int(max(rank.reason for rank in ranks)) or SCALE_CHANGED * any(rank.scale_changes for rank in ranks)
         is_uneven = is_own_loop and len({rank.parts for rank in ranks}) > 1
         reason = reason or (UNEVEN_RANKS if is_uneven else SINGLE if parts < 2 else 0)
         in_units = population * units / samples if population is not None and samples else None
@@ -301,10 +285,6 @@ class MeasuredWindow:
         return MeasuredWindow(() if reason else tuple(observations), units, samples, reason, by_rank)
 
 
-def _any_scale_changed(ranks: Sequence[RankSums]) -> bool:
-    return bool(sum(rank.scale_changes for rank in ranks))
-
-
 def _is_probe_off(ranks: Sequence[RankSums], tolerance: float) -> bool:
     """Whether a rank ends with something else than the mean over ranks of what all of them added."""
     added = sum(rank.probe for rank in ranks) / len(ranks)
@@ -320,7 +300,7 @@ def _floats(row: Sequence[Any]) -> list[float]:
     return [float(next(read)) if isinstance(number, torch.Tensor) else float(number) for number in row]
 
 
-class WatchedWindows:
+class WatchedWindows(WindowWatcher):
     """A `WindowWatcher` that adds up squares and hands them on, window by window."""
 
     def __init__(
@@ -328,7 +308,7 @@ class WatchedWindows:
         accumulator: Accumulator,
         *,
         every: int,
-        sink: Sink,
+        sink: NoiseScale,
     ) -> None:
         # It holds this object, and must be free to go.
         self._accumulator = weakref.ref(accumulator)

@@ -43,35 +43,28 @@ class Scale:
         return round(self.start + share * (self.end - self.start), 2)
 
 
-def even_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Return round values a straight axis is cut at, at most about so many.
+def even_ticks(low: float, high: float, most: int, *, least: float = 0.0) -> list[float]:
+    """Return round values a straight axis is cut at, at most about so many; `least` apart, 1 for sizes.
 
-    >>> even_ticks(0, 93)
-    [0.0, 20.0, 40.0, 60.0, 80.0]
+    >>> even_ticks(0, 93, 6), even_ticks(0, 3, 6, least=1)
+    ([0.0, 20.0, 40.0, 60.0, 80.0], [0, 1, 2, 3])
     """
-    step = _round_up((high - low) / max(most, 1), (1, 2, 5, 10), 10)
-    return _multiples(step, low, high)
+    wanted = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(wanted))
+    step = next(digit * power for digit in (1, 2, 5, 10, 20) if digit * power >= wanted * (1 - 1e-9))
+    return _multiples(max(step, least), low, high)
 
 
-def whole_ticks(low: float, high: float, most: int = 8) -> list[float]:
-    """Return whole numbers for an axis of sizes.
-
-    >>> whole_ticks(0, 12, 6)
-    [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0]
-    """
-    return _multiples(max(_round_up((high - low) / max(most, 1), (1, 2, 5, 10), 10), 1.0), low, high)
-
-
-def byte_ticks(high: float, most: int = 5) -> list[float]:
+def byte_ticks(high: float, most: int) -> list[float]:
     """Return amounts of memory that are round in binary.
 
-    >>> [tick / 2**20 for tick in byte_ticks(600 * 2**20)]
+    >>> [tick / 2**20 for tick in byte_ticks(600 * 2**20, 5)]
     [0.0, 128.0, 256.0, 384.0, 512.0]
     """
-    return _multiples(2.0 ** math.ceil(math.log2(high / max(most, 1))), 0, high)
+    return _multiples(2.0 ** math.ceil(math.log2(high / most)), 0, high)
 
 
-def doubling_ticks(low: float, high: float, most: int = 8) -> list[float]:
+def doubling_ticks(low: float, high: float, most: int) -> list[float]:
     """Return powers of two for an axis of batches.
 
     >>> doubling_ticks(5, 1000, 4)
@@ -81,10 +74,10 @@ def doubling_ticks(low: float, high: float, most: int = 8) -> list[float]:
     return [2.0**power for power in powers[:: max(math.ceil(len(powers) / most), 1)]]
 
 
-def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
+def log_ticks(low: float, high: float, most: int) -> list[float]:
     """Return round values for a logarithmic axis.
 
-    >>> log_ticks(1, 8)
+    >>> log_ticks(1, 8, 6)
     [1.0, 1.5, 2.0, 3.0, 5.0, 7.0]
     >>> log_ticks(3, 80_000, 5)
     [10.0, 100.0, 1000.0, 10000.0]
@@ -108,12 +101,8 @@ def size_scale(sizes: list[float], start: float, end: float, *, spread: float = 
 
 def size_ticks(scale: Scale, most: int) -> list[float]:
     """Return the ticks for an axis of sizes."""
-    return doubling_ticks(scale.low, scale.high, most) if scale.is_log else whole_ticks(scale.low, scale.high, most)
-
-
-def _round_up(step: float, digits: tuple[int, ...], base: int) -> float:
-    power = float(base) ** math.floor(math.log(step, base))
-    return next((digit * power for digit in digits if digit * power >= step * (1 - 1e-9)), base * power)
+    ends = scale.low, scale.high
+    return doubling_ticks(*ends, most) if scale.is_log else even_ticks(*ends, most, least=1)
 
 
 def _multiples(step: float, low: float, high: float) -> list[float]:
@@ -124,6 +113,7 @@ def _multiples(step: float, low: float, high: float) -> list[float]:
 WIDE, NARROW = 712, 320
 # A little more than the widest of usual fonts take at 12 pixels, digits and small letters mixed.
 _LETTER, _BOLD_LETTER, _LINE = 7.2, 8.4, 15.0
+_LABEL = "note strong"
 
 Point = tuple[float, float]
 
@@ -184,37 +174,37 @@ class Chart:
             self.text((across.start - 8, y + 4), write(tick), "tick", "end")
         self.text((0, scale.end - above), title, "title", "start")
 
-    def line(self, points: Sequence[Point], style: str) -> None:
-        """Draw a line through points."""
-        places = " ".join(f"{x:g},{y:g}" for x, y in points)
-        self.pieces.append(Html(f'<polyline class="{html(style)}" points="{places}"/>'))
+    def line(self, points: Sequence[Point], style: str, *, is_kept_free: bool = False) -> None:
+        """Draw a line through points; labels keep off one that `is_kept_free`."""
+        self._add("polyline", style, f'points="{_places(points)}"')
+        if is_kept_free:
+            self.keep_free(points)
 
     def area(self, points: Sequence[Point], style: str) -> None:
         """Fill what the points surround."""
-        places = " ".join(f"{x:g},{y:g}" for x, y in points)
-        self.pieces.append(Html(f'<polygon class="{html(style)}" points="{places}"/>'))
+        self._add("polygon", style, f'points="{_places(points)}"')
 
-    def bar(self, left: float, top: float, right: float, bottom: float, style: str, label: str = "") -> None:
-        """Fill a rectangle; `told` is said where the pointer rests on it."""
-        size = f'x="{left:g}" y="{top:g}" width="{max(right - left, 0):g}" height="{max(bottom - top, 0):g}"'
-        title = element("title", label) if label else ""
-        self.pieces.append(Html(f'<rect class="{html(style)}" {size}>{title}</rect>'))
+    def bar(self, left: float, top: float, right: float, bottom: float, style: str, label: str) -> None:
+        """Fill a rectangle."""
+        size = f'width="{max(right - left, 0):g}" height="{max(bottom - top, 0):g}"'
+        self._add("rect", style, f'x="{left:g}" y="{top:g}" {size}', label)
 
     def dot(self, at: Point, style: str, label: str = "", radius: float = 4) -> None:
         """Draw a point."""
-        title = element("title", label) if label else ""
-        self.pieces.append(
-            Html(f'<circle class="{html(style)}" cx="{at[0]:g}" cy="{at[1]:g}" r="{radius:g}">{title}</circle>')
-        )
-        self.taken.append(Box(at[0] - radius, at[1] - radius, at[0] + radius, at[1] + radius))
+        x, y = at
+        self._add("circle", style, f'cx="{x:g}" cy="{y:g}" r="{radius:g}"', label)
+        self.taken.append(Box(x - radius, y - radius, x + radius, y + radius))
 
-    def cross(self, at: Point, style: str, label: str = "") -> None:
+    def cross(self, at: Point, style: str, label: str) -> None:
         """Draw a cross."""
         x, y = at
-        title = element("title", label) if label else ""
-        path = f"M{x - 4.5:g},{y - 4.5:g}l9,9m0,-9l-9,9"
-        self.pieces.append(Html(f'<path class="{html(style)}" d="{path}">{title}</path>'))
+        self._add("path", style, f'd="M{x - 4.5:g},{y - 4.5:g}l9,9m0,-9l-9,9"', label)
         self.taken.append(Box(x - 5, y - 5, x + 5, y + 5))
+
+    def _add(self, tag: str, style: str, shape: str, label: str = "") -> None:
+        """Add a shape; `label` is said where the pointer rests on it."""
+        title = element("title", label) if label else ""
+        self.pieces.append(Html(f'<{tag} class="{html(style)}" {shape}>{title}</{tag}>'))
 
     def text(self, at: Point, text: str, style: str, anchor: str) -> None:
         """Write text that starts, ends or is centred at a place."""
@@ -223,8 +213,8 @@ class Chart:
             Html(f'<text class="{html(style)}" x="{at[0]:g}" y="{at[1]:g}" text-anchor="{anchor}">{html(text)}</text>')
         )
 
-    def beside(self, at: Point, text: str, style: str = "note", *, first: str = "above") -> None:
-        """Write a label near a place, on the first side where nothing is in its way."""
+    def beside(self, at: Point, text: str, *, first: str = "above") -> None:
+        """Write a label on the first side of a place where nothing is in its way, or further off, with a line to it."""
         x, y = at
         sides = {
             "above": ((x, y - 11), "middle"),
@@ -236,35 +226,27 @@ class Chart:
             "below left": ((x - 4, y + 21), "end"),
             "below right": ((x + 4, y + 21), "start"),
         }
-        for side in sorted(sides, key=lambda name: name != first):
-            place, anchor = sides[side]
-            box = _box(place, text, anchor, style)
-            inside = box.left >= 0 and box.right <= self.width and box.top >= 0 and box.bottom <= self.height
-            if inside and not any(box.meets(other) for other in self.taken):
-                self.text(place, text, style, anchor)
-                return
-        self._further_off(at, text, style)
-
-    def _further_off(self, at: Point, text: str, style: str) -> None:
-        """Write a label that has no room near its place further off, with a line that leads to it."""
-        x, y = at
-        half = text_width(text, style) / 2
+        half = text_width(text, _LABEL) / 2
         within = min(max(x, half), self.width - half)
-        places = (
-            ((within, y + 44), "middle", (x, y + 9), (x, y + 33)),
-            ((x - 26, y - 22), "end", (x - 7, y - 7), (x - 23, y - 23)),
-            ((within, y - 34), "middle", (x, y - 9), (x, y - 30)),
-            ((x - 26, y - 40), "end", (x - 6, y - 8), (x - 23, y - 40)),
-            ((within, y + 62), "middle", (x, y + 9), (x, y + 51)),
-            ((within, y + 80), "middle", (x, y + 9), (x, y + 69)),
-        )
-        for place, anchor, first, last in places:
-            box = _box(place, text, anchor, style)
-            inside = box.left >= 0 and box.right <= self.width and box.top >= 0 and box.bottom <= self.height
-            if inside and not any(box.meets(other) for other in self.taken):
-                self.line([first, last], "leader")
-                self.text(place, text, style, anchor)
+        places: list[tuple[Point, str, list[Point]]] = [
+            *((*sides[side], []) for side in sorted(sides, key=lambda name: name != first)),
+            ((within, y + 44), "middle", [(x, y + 9), (x, y + 33)]),
+            ((x - 26, y - 22), "end", [(x - 7, y - 7), (x - 23, y - 23)]),
+            ((within, y - 34), "middle", [(x, y - 9), (x, y - 30)]),
+            ((x - 26, y - 40), "end", [(x - 6, y - 8), (x - 23, y - 40)]),
+            ((within, y + 62), "middle", [(x, y + 9), (x, y + 51)]),
+            ((within, y + 80), "middle", [(x, y + 9), (x, y + 69)]),
+        ]
+        for place, anchor, leader in places:
+            if self._has_room(_box(place, text, anchor, _LABEL)):
+                if leader:
+                    self.line(leader, "leader")
+                self.text(place, text, _LABEL, anchor)
                 return
+
+    def _has_room(self, box: Box) -> bool:
+        inside = box.left >= 0 and box.right <= self.width and box.top >= 0 and box.bottom <= self.height
+        return inside and not any(box.meets(other) for other in self.taken)
 
     def keep_free(self, points: Sequence[Point]) -> None:
         """Keep labels off a line that was drawn."""
@@ -279,6 +261,10 @@ class Chart:
         """Return the drawing."""
         size = f'viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}" height="{self.height:g}"'
         return Html(f'<svg {size} role="img" aria-label="{html(self.label)}">{joined(self.pieces)}</svg>')
+
+
+def _places(points: Sequence[Point]) -> str:
+    return " ".join(f"{x:g},{y:g}" for x, y in points)
 
 
 def text_width(text: str, style: str = "") -> float:

@@ -44,6 +44,24 @@ def ratio(value: float | None) -> str:
     return f"{value:.2f}" if 0.095 <= abs(value) < 9.995 else f"{value:.3g}"
 
 
+def times(value: float | None) -> str:
+    r"""Write how many times as much.
+
+    >>> times(1.9) == "1.90\N{MULTIPLICATION SIGN}", times(None) == UNKNOWN
+    (True, True)
+    """
+    return UNKNOWN if value is None else f"{ratio(value)}\N{MULTIPLICATION SIGN}"
+
+
+def exact(value: float | None, form: str) -> str:
+    """Write a number in a form of Python's.
+
+    >>> exact(1234.56, ",.1f")
+    '1,234.6'
+    """
+    return UNKNOWN if value is None else format(value, form)
+
+
 def small(value: float | None) -> str:
     """Write a learning rate or an error as people type it.
 

@@ -7,16 +7,13 @@ Promises:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batchwright.report.page.figures import UNKNOWN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from batchwright.report.page.run_reading import Data
+    from collections.abc import Iterable, Sequence
 
 
 MARKS = {
@@ -95,12 +92,13 @@ def table(
     """
     sides = ["w" if number < words else "n" for number in range(len(columns))]
     head = joined(element("th", name, scope="col", class_=side) for side, (name, _) in zip(sides, columns, strict=True))
+    names = [_plain(name) if stacks and number else None for number, (name, _) in enumerate(columns)]
     rows = [
         element(
             "tr",
             *(
-                element("td", cell, class_=_style(side, cell), data_name=_plain(name) if stacks and number else None)
-                for number, (side, cell, (name, _)) in enumerate(zip(sides, cells, columns, strict=True))
+                element("td", cell, class_=f"{side} unknown" if cell == UNKNOWN else side, data_name=name)
+                for side, cell, name in zip(sides, cells, names, strict=True)
             ),
         )
         for cells in zip(*(cells for _, cells in columns), strict=True)
@@ -111,36 +109,29 @@ def table(
     return element("div", whole, class_="scroll", tabindex="0", role="region", aria_label=label)
 
 
-def _style(side: str, cell: str) -> str:
-    return f"{side} unknown" if cell == UNKNOWN else side
-
-
 def _plain(heading: str) -> Html:
     """Return a heading without its elements, a mark in brackets."""
     with_marks = re.sub(r'<span class="mark[^>]*>(\w+)</span>', r"(\1)", html(heading))
     return Html(re.sub(r"<[^>]*>", "", with_marks))
 
 
-@dataclass(frozen=True)
-class Section:
-    """A section of the page: its heading, the stage of the run that it shows, and how."""
+def sentence(*pieces: str, class_: str | None = "lead") -> Html:
+    """Return a paragraph that ends in a full stop; nothing without pieces.
 
-    name: str
-    heading: str
-    stage: str
-    draw: Callable[[Any, Data], list[str]]
-    """From the stage's record, and the run, to the pieces below the heading."""
-    below: Callable[[Data], Html] | None = None
-    """What stands at its end also if the stage is not in the run."""
-    is_always_drawn: bool = False
-    """Whether it is drawn, with None for the record, if the stage is not in the run."""
+    >>> sentence("The peak is ", element("b", "508 MiB"))
+    '<p class="lead">The peak is <b>508 MiB</b>.</p>'
+    """
+    return element("p", *pieces, ".", class_=class_) if pieces else Html("")
 
 
-def section(name: str, heading: str, *content: str) -> Html:
-    """Return a section of the page under its heading."""
-    return element(
-        "section", element("h2", heading, id=f"{name}-heading"), *content, id=name, aria_labelledby=f"{name}-heading"
-    )
+def capitalized(text: str) -> str:
+    """Return text that can begin a sentence, without its full stop."""
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}"
+
+
+def with_note(name: str, note: str) -> Html:
+    """Return a name with a note under it, if there is one."""
+    return joined([name, element("span", note, class_="under") if note else ""])
 
 
 def missing(reason: str) -> Html:

@@ -15,7 +15,17 @@ from batchwright.report.page.chart import (
     size_ticks,
     text_width,
 )
-from batchwright.report.page.markup import Html, Section, element, figure_with, joined, missing, remarks, table
+from batchwright.report.page.markup import (
+    Html,
+    capitalized,
+    element,
+    figure_with,
+    joined,
+    missing,
+    remarks,
+    sentence,
+    table,
+)
 from batchwright.report.page.run_reading import (
     Data,
     MemoryParts,
@@ -34,32 +44,26 @@ from batchwright.report.page.run_reading import (
 OUT = "out_of_memory"
 
 
-def _draw_fit(record: Data, run: Data) -> list[str]:
+def draw_fit(record: Data, run: Data) -> list[str]:
+    """Draw what fits."""
     shown = peaks(run)
     chart: list[str] = [] if shown is None else [at_both_widths(partial(_fit_chart, shown)), _legend(shown)]
     return [_fit_lead(record, shown), *chart, remarks(texts_in(record, "notes"))]
 
 
-FIT = Section("fit", "What fits", "fit", _draw_fit)
-
-
 def _fit_lead(record: Data, shown: Peaks | None) -> Html:
-    size = number_in(record, "micro_batch")
-    certified = record.get("certified") is True
+    size, certified = number_in(record, "micro_batch"), record.get("certified") is True
+    reason = text_in(record, "reason")
+    because = f"{capitalized(reason)}." if reason else ""
     if size is None:
-        return element("p", f"No micro-batch was found to fit. {_sentence(text_in(record, 'reason'))}", class_="lead")
+        return element("p", f"No micro-batch was found to fit. {because}", class_="lead")
     source = "measured" if certified else "predicted"
     pieces = ["The largest micro-batch is ", figure_with(figures.count(size), source)]
     pieces.append(": a full step of that size ran" if certified else ", not certified: no step of that size ran")
     room = number_in(record, "headroom_bytes")
     if room is not None:
         pieces += [" and left ", figure_with(figures.memory(room), source), " free"]
-    reason = text_in(record, "reason")
-    return element("p", joined(pieces), ". ", _sentence(reason), class_="lead")
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
+    return element("p", *pieces, ". ", because, class_="lead")
 
 
 def _fit_chart(shown: Peaks, width: float) -> Chart:
@@ -79,8 +83,7 @@ def _fit_chart(shown: Peaks, width: float) -> Chart:
         _draw_limit(chart, shown.limit_bytes, (across, up), is_far=is_far)
     line = _predicted(shown, across, up)
     if line:
-        chart.line(line, "line predicted")
-        chart.keep_free(line)
+        chart.line(line, "line predicted", is_kept_free=True)
     for trial in shown.trials:
         _draw_trial(chart, trial, shown, (across, up))
     answer = next((t for t in shown.trials if t.micro_batch == shown.micro_batch and t.peak_bytes is not None), None)
@@ -88,7 +91,7 @@ def _fit_chart(shown: Peaks, width: float) -> Chart:
         at = (across(answer.micro_batch), up(answer.peak_bytes))
         chart.dot(at, f"ring {'measured' if shown.is_certified else 'predicted'}", radius=8)
         label = f"{figures.count(answer.micro_batch)}{' certified' if shown.is_certified else ' predicted'}"
-        chart.beside(at, label, "note strong", first="below")
+        chart.beside(at, label, first="below")
     return chart
 
 
@@ -99,9 +102,8 @@ def _draw_limit(chart: Chart, limit: float, scales: tuple[Scale, Scale], *, is_f
         chart.text((across.end, up.end - 14), f"{label}, far above", "note strong", "end")
         return
     y = up(limit)
-    chart.line([(across.start, y), (across.end, y)], "limit")
+    chart.line([(across.start, y), (across.end, y)], "limit", is_kept_free=True)
     chart.text((across.start + 6, y - 7), label, "note strong", "start")
-    chart.keep_free([(across.start, y), (across.end, y)])
 
 
 def _draw_trial(chart: Chart, trial: Trial, shown: Peaks, scales: tuple[Scale, Scale]) -> None:
@@ -128,14 +130,10 @@ def _line(shown: Peaks, size: float) -> float | None:
 def _predicted(shown: Peaks, across: Scale, up: Scale) -> list[tuple[float, float]]:
     """The line in pieces, for on an axis of doublings it is a curve; it ends where the drawing does."""
     first, last = across.low, across.high
-    places = []
-    for number in range(41):
-        share = number / 40
-        size = first * (last / first) ** share if across.is_log else first + (last - first) * share
-        height = _line(shown, size)
-        if height is not None and 0 <= height <= up.high:
-            places.append((across(size), up(height)))
-    return places
+    shares = [number / 40 for number in range(41)]
+    sizes = [first * (last / first) ** s if across.is_log else first + (last - first) * s for s in shares]
+    heights = ((size, _line(shown, size)) for size in sizes)
+    return [(across(size), up(y)) for size, y in heights if y is not None and 0 <= y <= up.high]
 
 
 def _legend(shown: Peaks) -> Html:
@@ -164,15 +162,13 @@ MEANINGS = {
 }
 
 
-def _draw_memory(record: Data, run: Data) -> list[str]:
+def draw_memory(record: Data, run: Data) -> list[str]:
+    """Draw what a step holds in memory."""
     shown = memory_parts(run)
     if shown is None:
         return [missing(why_missing(run, "estimate"))]
     chart = at_both_widths(partial(_memory_chart, shown))
     return [_memory_lead(shown, record), chart, _parts(shown), remarks(texts_in(record, "notes"))]
-
-
-MEMORY = Section("memory", "What a step holds in memory", "estimate", _draw_memory)
 
 
 def _memory_lead(shown: MemoryParts, record: Data | None) -> Html:
@@ -188,7 +184,7 @@ def _memory_lead(shown: MemoryParts, record: Data | None) -> Html:
             f", reached in the {text_in(moment, 'phase')}",
             *([" at ", element("code", operator)] if operator else []),
         ]
-    return element("p", joined(pieces), ".", class_="lead")
+    return sentence(*pieces)
 
 
 def _memory_chart(shown: MemoryParts, width: float) -> Chart:
@@ -244,7 +240,7 @@ def _style(name: str) -> str:
 
 
 def _parts(shown: MemoryParts) -> Html:
-    names = [
+    names: list[str] = [
         joined(
             [
                 element("span", class_=f"swatch {_style(name)}"),
@@ -256,11 +252,7 @@ def _parts(shown: MemoryParts) -> Html:
         for name, _ in shown.parts
     ]
     growth = [shown.growth.get(name) for name, _ in shown.parts]
-    columns: list[tuple[str, list[str]]] = [
-        ("part", list(names)),
-        ("at the peak", [figures.memory(size) for _, size in shown.parts]),
-    ]
+    columns = [("part", names), ("at the peak", [figures.memory(size) for _, size in shown.parts])]
     if any(growth):
-        cells = [figures.memory(size) if size else figures.UNKNOWN for size in growth]
-        columns.append(("per further sample", cells))
+        columns.append(("per further sample", [figures.memory(size or None) for size in growth]))
     return table(columns, label="Table of parts")

@@ -28,9 +28,9 @@ def why_missing(run: Data, name: str) -> str:
     """Return why a section holds no answer.
 
     >>> why_missing({"fit": {"skipped": "asked for"}}, "fit"), why_missing({}, "fit")
-    ('asked for', 'the file says nothing of it')
+    ('asked for', 'it is not in the file')
     """
-    return in_one_line(text_in(run, name, "skipped")) or "the file says nothing of it"
+    return in_one_line(text_in(run, name, "skipped")) or "it is not in the file"
 
 
 def in_one_line(why: str) -> str:
@@ -152,11 +152,11 @@ class Peaks:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Throughput at one micro-batch, with the ends of its spread."""
+class Point:
+    """What was measured or predicted at a batch, with its ends: samples a second, or time over that of the best."""
 
-    micro_batch: float
-    per_second: float
+    batch: float
+    value: float
     low: float
     high: float
 
@@ -170,16 +170,6 @@ class Moment:
     low: float | None
     high: float | None
     loss: float | None
-
-
-@dataclass(frozen=True)
-class TimeAt:
-    """Time to the loss at one batch over that at the best."""
-
-    batch: float
-    ratio: float
-    low: float
-    high: float
 
 
 def is_far_below(used: float, limit: float | None) -> bool:
@@ -248,7 +238,7 @@ def peaks(run: Data) -> Peaks | None:
     )
 
 
-def speeds(run: Data) -> tuple[Speed, ...]:
+def speeds(run: Data) -> tuple[Point, ...]:
     """Read the throughput, each row's spread turned from seconds into samples per second."""
     rows = []
     for row in rows_in(section_of(run, "throughput"), "rows"):
@@ -258,8 +248,8 @@ def speeds(run: Data) -> tuple[Speed, ...]:
         slow, fast = number_in(row, "high_seconds"), number_in(row, "low_seconds")
         low = rate if not slow or not middle else rate * middle / slow
         high = rate if not fast or not middle else rate * middle / fast
-        rows.append(Speed(size, rate, min(low, rate), max(high, rate)))
-    return tuple(sorted(rows, key=lambda row: row.micro_batch))
+        rows.append(Point(size, rate, min(low, rate), max(high, rate)))
+    return tuple(sorted(rows, key=lambda row: row.batch))
 
 
 def moments(run: Data) -> tuple[Moment, ...]:
@@ -273,14 +263,14 @@ def moments(run: Data) -> tuple[Moment, ...]:
     return tuple(sorted(points, key=lambda moment: moment.step))
 
 
-def times_to_target(run: Data) -> tuple[TimeAt, ...]:
+def times_to_target(run: Data) -> tuple[Point, ...]:
     """Read the time to the loss against the batch."""
     rows = []
     for row in rows_in(section_of(run, "recommendation"), "time_to_target"):
         batch, ratio = _positive(row, "effective_batch"), _positive(row, "ratio")
         if batch is not None and ratio is not None:
             low, high = _positive(row, "low"), _positive(row, "high")
-            rows.append(TimeAt(batch, ratio, min(low or ratio, ratio), max(high or ratio, ratio)))
+            rows.append(Point(batch, ratio, min(low or ratio, ratio), max(high or ratio, ratio)))
     return tuple(sorted(rows, key=lambda row: row.batch))
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from typing import NamedTuple
+from itertools import groupby
 
 from batchwright.report.page import figures
 from batchwright.report.page.chart import (
@@ -17,14 +16,23 @@ from batchwright.report.page.chart import (
     log_ticks,
     size_scale,
     size_ticks,
-    whole_ticks,
 )
-from batchwright.report.page.markup import Html, Section, element, figure_with, joined, mark, missing, remarks, table
+from batchwright.report.page.markup import (
+    Html,
+    capitalized,
+    element,
+    figure_with,
+    joined,
+    mark,
+    missing,
+    remarks,
+    sentence,
+    table,
+)
 from batchwright.report.page.run_reading import (
     Data,
     Moment,
-    Speed,
-    TimeAt,
+    Point,
     good_range,
     mapping_in,
     moments,
@@ -35,10 +43,12 @@ from batchwright.report.page.run_reading import (
     text_in,
     texts_in,
     times_to_target,
+    why_missing,
 )
 
 
-def _draw_speed(record: Data, run: Data) -> list[str]:
+def draw_speed(record: Data, run: Data) -> list[str]:
+    """Draw how fast it runs."""
     shown = speeds(run)
     if not shown:
         return [missing("no micro-batch was timed"), remarks(texts_in(record, "notes"))]
@@ -53,11 +63,8 @@ def _draw_speed(record: Data, run: Data) -> list[str]:
     ]
 
 
-SPEED = Section("speed", "How fast it runs", "throughput", _draw_speed)
-
-
 def _speed_lead(record: Data, fastest: float | None) -> Html:
-    source, pieces = text_in(record, "source") or "measured", []
+    source, pieces = text_in(record, "source") or "measured", list[str]()
     best, noise = number_in(record, "best_samples_per_second"), number_in(record, "noise")
     if fastest is not None:
         pieces += [
@@ -74,21 +81,21 @@ def _speed_lead(record: Data, fastest: float | None) -> Html:
     if noise is not None:
         share = f"{100 * noise:.2g}\N{NO-BREAK SPACE}%"
         pieces += [", give or take ", element("b", share)] if pieces else [f"The noise is {share}"]
-    return element("p", joined(pieces), ".", class_="lead") if pieces else Html("")
+    return sentence(*pieces)
 
 
-def _speed_chart(shown: tuple[Speed, ...], fastest: float | None, devices: float | None, width: float) -> Chart:
+def _speed_chart(shown: tuple[Point, ...], fastest: float | None, devices: float | None, width: float) -> Chart:
     height, top, bottom = 280.0, 44.0, 230.0
     up = Scale(0, max(row.high for row in shown) * 1.15, bottom, top)
-    across = size_scale([row.micro_batch for row in shown], 54, width - 14, spread=6)
-    label = "; ".join(f"{figures.count(row.micro_batch)}: {figures.count(row.per_second)}" for row in shown)
+    across = size_scale([row.batch for row in shown], 54, width - 14, spread=6)
+    label = "; ".join(f"{figures.count(row.batch)}: {figures.count(row.value)}" for row in shown)
     chart = Chart(width, height, label=f"Samples per second by micro-batch: {label}")
     where = "" if devices in (None, 1) else ", each device"
     chart.y_axis(up, even_ticks(0, up.high, 5), figures.short, f"samples per second{where}", across=across)
-    chart.x_axis(across, _sizes(shown, across), figures.short, "micro-batch", y=bottom)
-    places = [(across(row.micro_batch), up(row.per_second)) for row in shown]
-    chart.line(places, "line measured")
-    chart.keep_free(places)
+    sizes = [row.batch for row in shown] if len(shown) <= 10 else size_ticks(across, 8)  # those timed, if they are few
+    chart.x_axis(across, sizes, figures.short, "micro-batch", y=bottom)
+    places = [(across(row.batch), up(row.value)) for row in shown]
+    chart.line(places, "line measured", is_kept_free=True)
     for row, at in zip(shown, places, strict=True):
         low, high = up(row.low), up(row.high)
         chart.line([(at[0], low), (at[0], high)], "whisker measured")
@@ -98,34 +105,28 @@ def _speed_chart(shown: tuple[Speed, ...], fastest: float | None, devices: float
         chart.dot(
             at,
             "point measured",
-            f"micro-batch {figures.count(row.micro_batch)}: {figures.count(row.per_second)} a second",
+            f"micro-batch {figures.count(row.batch)}: {figures.count(row.value)} a second",
         )
-    for row, at in zip(shown, places, strict=True):
-        if row.micro_batch == fastest:
-            chart.beside(
-                (at[0], up(row.high) + 4), f"{figures.count(row.per_second)} at {figures.count(fastest)}", "note strong"
-            )
+    for row in shown:
+        if row.batch == fastest:
+            label = f"{figures.count(row.value)} at {figures.count(fastest)}"
+            chart.beside((across(row.batch), up(row.high) + 4), label)
     return chart
 
 
-def _sizes(shown: tuple[Speed, ...], across: Scale) -> list[float]:
-    """The sizes that were timed, where they are few."""
-    return [row.micro_batch for row in shown] if len(shown) <= 10 else size_ticks(across, 8)
-
-
-def _draw_time(record: Data, run: Data) -> list[str]:
+def draw_time(record: Data, run: Data) -> list[str]:
+    """Draw which batch gets there soonest."""
     shown = times_to_target(run)
     if len(shown) < 2:
         return [missing("it takes both the critical batch and the time of a step")]
     chosen, ends = number_in(record, "effective_batch"), good_range(run)
-    entries = [("line predicted", "time to the same loss (predicted from both measurements)")]
-    entries.append(("band predicted", "between the ends of the critical batch"))
+    entries = [
+        ("line predicted", "time to the same loss (predicted from both measurements)"),
+        ("band predicted", "between the ends of the critical batch"),
+    ]
     entries += [("range measured", "within 5\N{NO-BREAK SPACE}% of the soonest")] if ends else []
     chart = at_both_widths(partial(_time_chart, shown, chosen, ends))
     return [_time_lead(record, ends), chart, legend(*entries)]
-
-
-TIME = Section("time", "Which batch gets there soonest", "recommendation", _draw_time)
 
 
 def _time_lead(record: Data, ends: tuple[float, float] | None) -> Html:
@@ -140,15 +141,15 @@ def _time_lead(record: Data, ends: tuple[float, float] | None) -> Html:
             figure_with(text, "predicted"),
             " take at most 5\N{NO-BREAK SPACE}% longer",
         ]
-    return element("p", joined(pieces), ".", class_="lead") if pieces else Html("")
+    return sentence(*pieces)
 
 
 def _time_chart(
-    shown: tuple[TimeAt, ...], chosen: float | None, ends: tuple[float, float] | None, width: float
+    shown: tuple[Point, ...], chosen: float | None, ends: tuple[float, float] | None, width: float
 ) -> Chart:
     height, top, bottom = 326.0, 74.0, 276.0
-    most = max(max(row.ratio for row in shown) * 1.3, 1.6)
-    up = Scale(min(0.94, *(row.ratio for row in shown)), most, bottom, top, is_log=True)
+    most = max(max(row.value for row in shown) * 1.3, 1.6)
+    up = Scale(min(0.94, *(row.value for row in shown)), most, bottom, top, is_log=True)
     batches = [row.batch for row in shown] + ([chosen] if chosen and chosen > 0 else [])
     across = Scale(min(batches) / 1.1, max(batches) * 1.1, 54, width - 14, is_log=True)
     chart = Chart(
@@ -165,22 +166,17 @@ def _time_chart(
     )
     batches_told = doubling_ticks(across.low, across.high, 10 if width > 500 else 5)
     chart.x_axis(across, batches_told, figures.short, "effective batch", y=bottom)
-    lows, highs = ([(across(row.batch), up(end)) for row, end in _ends(shown, side)] for side in ("low", "high"))
-    chart.area([*lows, *reversed(highs)], "band predicted")
-    places = [(across(row.batch), up(row.ratio)) for row in shown]
-    chart.line(places, "line predicted")
-    chart.keep_free(places)
+    lows = [(across(row.batch), up(row.low)) for row in shown]
+    chart.area([*lows, *((across(row.batch), up(row.high)) for row in reversed(shown))], "band predicted")
+    places = [(across(row.batch), up(row.value)) for row in shown]
+    chart.line(places, "line predicted", is_kept_free=True)
     for row, at in zip(shown, places, strict=True):
-        chart.dot(at, "point predicted", f"batch {figures.count(row.batch)}: {figures.ratio(row.ratio)} times", 2.5)
+        chart.dot(at, "point predicted", f"batch {figures.count(row.batch)}: {figures.ratio(row.value)} times", 2.5)
     if chosen is not None and chosen > 0:
         x = across(chosen)
         chart.line([(x, top - 6), (x, bottom)], "chosen")
         chart.text((x, top - 12), f"{figures.count(chosen)} recommended", "note strong", _side(x, width))
     return chart
-
-
-def _ends(shown: tuple[TimeAt, ...], side: str) -> list[tuple[TimeAt, float]]:
-    return [(row, row.low if side == "low" else row.high) for row in shown]
 
 
 def _side(x: float, width: float) -> str:
@@ -207,9 +203,8 @@ def _branches_lead(record: Data, source: str) -> Html:
         f" {unit}",
     ]
     if share is not None:
-        times = f"{figures.ratio(share)}\N{MULTIPLICATION SIGN}"
-        pieces += [", ", figure_with(times, source), " the noise scale at the same place"]
-    return element("p", joined(pieces), ".")
+        pieces += [", ", figure_with(figures.times(share), source), " the noise scale at the same place"]
+    return sentence(*pieces, class_=None)
 
 
 def _columns(rows: list[Data], source: str) -> list[tuple[str, list[str]]]:
@@ -218,38 +213,28 @@ def _columns(rows: list[Data], source: str) -> list[tuple[str, list[str]]]:
     return [
         (joined(["batch ", given]), [figures.count(number_in(row, "batch")) for row in rows]),
         (joined([rate, mine]), [figures.ratio(number_in(row, "learning_rate_factor")) for row in rows]),
-        (joined([loss, mine]), [_branches_steps(number_in(row, "mean_steps")) for row in rows]),
+        (joined([loss, mine]), [figures.exact(number_in(row, "mean_steps"), ",.1f") for row in rows]),
     ]
 
 
-def _branches_steps(value: float | None) -> str:
-    return figures.UNKNOWN if value is None else f"{value:,.1f}"
-
-
-class InUse(NamedTuple):
-    """The batch that was trained with, and the unit that the critical batch is in."""
-
-    batch: float | None
-    unit: str
-
-
-def _draw_critical(record: Data, run: Data) -> list[str]:
+def draw_critical(record: Data | None, run: Data) -> list[str]:
+    """Draw how large a batch pays; branches may have been trained also where the noise was not measured."""
+    if record is None:
+        return [missing(why_missing(run, "noise")), _draw_branches(run)]
     shown = moments(run)
     unit = text_in(record, "critical_batch", "unit") or "samples"
     # The two can be in different units (tokens, samples); then they have no place on one axis.
     alike = text_in(record, "effective_batch_unit") in ("", unit)
-    in_use = InUse(number_in(record, "effective_batch") if alike else None, unit)
+    in_use = number_in(record, "effective_batch") if alike else None
     drawn: list[str] = []
     if any(moment.value is not None or moment.low is not None for moment in shown):
-        drawn += [at_both_widths(partial(_critical_chart, shown, in_use)), _legend(shown, in_use)]
+        drawn += [at_both_widths(partial(_critical_chart, shown, in_use, unit)), _legend(shown, in_use)]
     if any(moment.loss is not None for moment in shown):
         drawn.append(at_both_widths(partial(_losses, shown)))
     verdict = text_in(record, "recommendation")
-    sentence = element("p", f"{verdict[:1].upper()}{verdict[1:].rstrip('.')}.") if verdict else Html("")
-    return [_critical_lead(record, unit), *drawn, sentence, remarks(texts_in(record, "notes"))]
-
-
-CRITICAL = Section("critical", "How large a batch pays", "noise", _draw_critical, below=_draw_branches)
+    if verdict:
+        drawn.append(sentence(capitalized(verdict), class_=None))
+    return [_critical_lead(record, unit), *drawn, remarks(texts_in(record, "notes")), _draw_branches(run)]
 
 
 def _critical_lead(record: Data, unit: str) -> Html:
@@ -268,17 +253,17 @@ def _critical_lead(record: Data, unit: str) -> Html:
     return element("p", start, known, f" {unit}: beyond it, more samples per step stop paying.", class_="lead")
 
 
-def _critical_chart(shown: tuple[Moment, ...], in_use: InUse, width: float) -> Chart:
+def _critical_chart(shown: tuple[Moment, ...], in_use: float | None, unit: str, width: float) -> Chart:
     height, top, bottom = 290.0, 44.0, 240.0
     ends = [end for moment in shown for end in (moment.value, moment.low, moment.high) if end is not None]
-    ends += [] if in_use.batch is None or in_use.batch <= 0 else [in_use.batch]
+    ends += [in_use] if in_use and in_use > 0 else []
     least, most = min(ends), max(ends)
     up = Scale(least / 1.5, most * 1.5, bottom, top, is_log=True)
     across = _critical_steps(shown, width)
     chart = Chart(
         width, height, label=f"The critical batch along training, from {figures.count(least)} to {figures.count(most)}"
     )
-    chart.y_axis(up, log_ticks(up.low, up.high, 6), figures.short, f"batch, {in_use.unit}", across=across)
+    chart.y_axis(up, log_ticks(up.low, up.high, 6), figures.short, f"batch, {unit}", across=across)
     chart.x_axis(across, _step_ticks(across, width), figures.short, "step", y=bottom)
     # Where the lower end is not known it is as low as the drawing; an upper one runs out of it.
     lows = [(across(moment.step), up(moment.low or up.low)) for moment in shown]
@@ -286,20 +271,19 @@ def _critical_chart(shown: tuple[Moment, ...], in_use: InUse, width: float) -> C
     if len(shown) == 1:
         chart.line([lows[0], highs[0]], "whisker measured")
     chart.area([*lows, *reversed(highs)], "band measured")
-    for run in _unbroken(shown):
+    # The line breaks where the value is not known.
+    for run in [list(group) for is_known, group in groupby(shown, lambda m: m.value is not None) if is_known]:
         places = [(across(moment.step), up(moment.value)) for moment in run if moment.value is not None]
-        chart.line(places, "line measured")
+        chart.line(places, "line measured", is_kept_free=True)
         for moment, at in zip(run, places, strict=True):
             span = figures.interval(figures.count(moment.low), figures.count(moment.high))
             chart.dot(
                 at, "point measured", f"step {figures.count(moment.step)}: {figures.count(moment.value)} {span}", 3
             )
-        chart.keep_free(places)
-    if in_use.batch:
-        y = up(in_use.batch)
-        chart.line([(across.start, y), (across.end, y)], "limit")
-        chart.keep_free([(across.start, y), (across.end, y)])
-        chart.beside((across.end, y), f"{figures.count(in_use.batch)} in use", "note strong", first="above left")
+    if in_use:
+        y = up(in_use)
+        chart.line([(across.start, y), (across.end, y)], "limit", is_kept_free=True)
+        chart.beside((across.end, y), f"{figures.count(in_use)} in use", first="above left")
     return chart
 
 
@@ -313,10 +297,9 @@ def _losses(shown: tuple[Moment, ...], width: float) -> Chart:
     chart.y_axis(up, even_ticks(up.low, up.high, 4), lambda loss: f"{loss:.3g}", "loss (measured)", across=across)
     chart.x_axis(across, _step_ticks(across, width), figures.short, "step", y=bottom)
     places = [(across(step), up(loss)) for step, loss in known]
-    chart.line(places, "line measured")
-    chart.keep_free(places)
+    chart.line(places, "line measured", is_kept_free=True)
     chart.dot(places[-1], "point measured", radius=3)
-    chart.beside(places[-1], f"{known[-1][1]:.3g}", "note strong", first="above left")
+    chart.beside(places[-1], f"{known[-1][1]:.3g}", first="above left")
     return chart
 
 
@@ -326,24 +309,13 @@ def _critical_steps(shown: tuple[Moment, ...], width: float) -> Scale:
 
 
 def _step_ticks(across: Scale, width: float) -> list[float]:
-    return whole_ticks(0, across.high, 8 if width > 500 else 4)
+    return even_ticks(0, across.high, 8 if width > 500 else 4, least=1)
 
 
-def _unbroken(shown: tuple[Moment, ...]) -> list[list[Moment]]:
-    """The pieces of the line between moments where the value is not known."""
-    pieces: list[list[Moment]] = [[]]
-    for moment in shown:
-        if moment.value is not None and math.isfinite(moment.value):
-            pieces[-1].append(moment)
-        elif pieces[-1]:
-            pieces.append([])
-    return [piece for piece in pieces if piece]
-
-
-def _legend(shown: tuple[Moment, ...], in_use: InUse) -> Html:
+def _legend(shown: tuple[Moment, ...], in_use: float | None) -> Html:
     is_open = any(moment.high is None for moment in shown)
     band = "95\N{NO-BREAK SPACE}% interval (measured)" + (
         "; where it runs out at the top, not resolved" if is_open else ""
     )
     entries = [("line measured", "critical batch (measured)"), ("band measured", band)]
-    return legend(*entries, *([("limit", "batch in use (given)")] if in_use.batch else []))
+    return legend(*entries, *([("limit", "batch in use (given)")] if in_use else []))

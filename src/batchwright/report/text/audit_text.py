@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from batchwright.report.display import Columns
-
 
 _MOST_MODULES = 5
 
@@ -38,6 +36,8 @@ def verdict_of(audit: Audit) -> str:
         if audit.has_exact_gradient:
             difference = f"it is that of {compared}, which is not the big batch"
         return f"the accumulated gradient cannot be judged, for the loss {reason}: {difference}"
+    if not audit.is_comparable:
+        return f"the accumulated gradient was not compared with that of {compared}: {audit.explanation}"
     if not audit.has_exact_gradient:
         figures = f"ratio {_figure(audit.ratio)}, relative error {error} ({audit.cause or 'unknown'})"
         return f"the accumulated gradient is NOT that of {compared}: {figures}"
@@ -54,21 +54,6 @@ def verdict_of(audit: Audit) -> str:
     return f"{verdict}; {audit.cause}" if audit.cause else verdict
 
 
-def audit_columns(audit: Audit) -> Columns:
-    """A row per split."""
-    splits = [*audit.splits, *_second_window(audit)]
-    exact = ["yes" if split.exact else "NO" for split in audit.splits]
-    return [
-        ("split", [split.name for split in splits]),
-        ("window", [split.note or "full" for split in splits]),
-        ("samples", [str(sum(split.sizes)) for split in splits]),
-        ("ratio", [_figure(split.ratio) for split in splits]),
-        ("relative error", [_figure(split.relative_error) for split in splits]),
-        ("exact", [*exact, *["if zeroed"] * (len(splits) - len(exact))]),
-        ("likely cause", [split.cause or "-" for split in splits]),
-    ]
-
-
 def _second_window(audit: Audit) -> list[SplitAudit]:
     """A row for the second window, where nothing but zeroing is missing: its figures are beside the first."""
     if audit.condition is None or audit.second_window is None or not audit.has_exact_gradient:
@@ -78,9 +63,9 @@ def _second_window(audit: Audit) -> list[SplitAudit]:
     return [SplitAudit(audit.splits[0].sizes, ratio, error, False, cause, "the second, not zeroed")]
 
 
-def audit_remarks(audit: Audit) -> Iterator[str]:
+def _remarks(audit: Audit) -> Iterator[str]:
     """What has to be said below the table, a line each."""
-    yield f"judged: {audit.what}, in {audit.dtype}, beside {audit.compared_with}."
+    yield f"judged: {audit.what}, in {audit.dtype}, against {audit.compared_with}."
     if audit.cause:
         yield f"likely cause: {audit.cause}: {audit.explanation}."
         yield f"remedy: {audit.remedy}."
@@ -93,13 +78,23 @@ def audit_remarks(audit: Audit) -> Iterator[str]:
         ]
         rest = len(audit.modules) - len(shown)
         yield f"error by module, worst first: {', '.join(shown)}{f', and {rest} more' if rest else ''}."
-    for note in audit.notes:
-        yield f"note: {note}."
+    yield from (f"note: {note}." for note in audit.notes)
 
 
 def draw_audit(audit: Audit) -> RenderableType:
-    """Draw the audit for a terminal."""
-    return draw_table(summarize_audit(audit), audit_columns(audit), audit_remarks(audit), left=2)
+    """Draw the audit, a row per split."""
+    splits = [*audit.splits, *_second_window(audit)]
+    exact = ["yes" if split.exact else "NO" for split in audit.splits]
+    columns = [
+        ("split", [split.name for split in splits]),
+        ("window", [split.note or "full" for split in splits]),
+        ("samples", [str(sum(split.sizes)) for split in splits]),
+        ("ratio", [_figure(split.ratio) for split in splits]),
+        ("relative error", [_figure(split.relative_error) for split in splits]),
+        ("exact", [*exact, *["if zeroed"] * (len(splits) - len(exact))]),
+        ("likely cause", [split.cause or "-" for split in splits]),
+    ]
+    return draw_table(summarize_audit(audit), columns, _remarks(audit), left=2)
 
 
 def _figure(value: float | None) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchwright.fitting.fit_result import name_shape
-from batchwright.report.display import table_lines
+from batchwright.fitting.fit_result import limited_peak, name_shape
+from batchwright.report.display import draw_table, or_dash
 from batchwright.report.text.plan_text import summarize_plan
 from batchwright.units import counted, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import Any
+    from collections.abc import Iterator, Sequence
 
     from rich.console import RenderableType
 
@@ -20,13 +19,11 @@ if TYPE_CHECKING:
     from batchwright.report.display import Columns
 
 
-_UNKNOWN = "-"
-
-
 def summarize_fit(fit: Fit) -> str:
     """Say the answer in one line."""
     if not fit.shapes:
-        return f"{_asked(fit)}: {_answer(fit)}"
+        at_shape = f" at {name_shape(fit.shape)}" if fit.shape else ""
+        return f"{fit.name}{at_shape}: {_answer(fit)}"
     where = f"on {_place(fit)}{_within(fit)}"
     nothing = [name_shape(row.shape) for row in fit.shapes if row.micro_batch is None]
     fitting = len(fit.shapes) - len(nothing)
@@ -37,43 +34,31 @@ def summarize_fit(fit: Fit) -> str:
     return f"{smallest}; nothing fits at {', '.join(nothing)}" if nothing else smallest
 
 
-def fit_columns(fit: Fit) -> Columns:
-    """Every probe in the order they ran; with several shapes, a row for each of these instead."""
-    return _shape_columns(fit) if fit.shapes else _trial_columns(fit)
-
-
 def fit_remarks(fit: Fit) -> Iterator[str]:
     """What has to be said below the table, a line each."""
     if not fit.shapes:
         yield from _remarks_of_one(fit)
     yield from _compilations(fit)
-    yield f"given back: {', '.join(fit.restored.covered) or 'nothing had to be'}."
+    if fit.restored.untouched:
+        yield f"state: untouched ({fit.restored.untouched})."
+    else:
+        yield f"restored: {', '.join(fit.restored.covered) or 'nothing had to be'}."
     if fit.restored.not_covered:
-        yield f"not looked after: {', '.join(fit.restored.not_covered)}."
-    for doubt in dict.fromkeys(trial.doubt for trial in _all_trials(fit) if trial.doubt):
-        yield f"doubt: {doubt}."
-    for note in _notes(fit):
-        yield f"note: {note}."
+        yield f"not restored: {', '.join(fit.restored.not_covered)}."
+    yield from (f"doubt: {doubt}." for doubt in dict.fromkeys(trial.doubt for trial in _all_trials(fit) if trial.doubt))
+    yield from (f"note: {note}." for note in _notes(fit))
 
 
 def draw_fit(fit: Fit) -> RenderableType:
-    """Draw the fit for a terminal; the row of the answer stands out."""
-    from rich.console import Group
-    from rich.text import Text
-
-    heads, *rows = table_lines(fit_columns(fit))
-    answers = [_is_answer(fit, row) for row in (fit.shapes or fit.trials)]
-    lines = [Text(line, no_wrap=True, overflow="ignore") for line in heads.split("\n")]
-    lines += [
-        Text(row, no_wrap=True, overflow="ignore", style="bold" if is_answer else "")
-        for row, is_answer in zip(rows, answers, strict=True)
+    """Draw the fit: every probe as it ran, or a row for each of several shapes; the row of the answer stands out."""
+    columns = _shape_columns(fit) if fit.shapes else _trial_columns(fit)
+    rows: Sequence[Fit | Outcome] = fit.shapes or fit.trials
+    answers = [
+        number
+        for number, row in enumerate(rows)
+        if row.micro_batch == fit.micro_batch and (not fit.shapes or row.shape == fit.shape)
     ]
-    remarks = (Text(remark) for remark in fit_remarks(fit))
-    return Group(Text(summarize_fit(fit), style="bold"), Text(), *lines, Text(), *remarks)
-
-
-def _asked(fit: Fit) -> str:
-    return f"{fit.name} at {name_shape(fit.shape)}" if fit.shape else fit.name
+    return draw_table(summarize_fit(fit), columns, fit_remarks(fit), bold=answers)
 
 
 def _place(fit: Fit) -> str:
@@ -120,15 +105,13 @@ _OUTCOMES = {"out_of_memory": "out of memory", "failed": "failed", "fits": "fits
 
 
 def _trial_columns(fit: Fit) -> Columns:
-    from batchwright.fitting.fit_result import limited_peak
-
     trials = fit.trials
     return [
         ("micro-batch", [f"{trial.micro_batch:,}" for trial in trials]),
         _words("outcome", ["too small" if t.is_too_small else _OUTCOMES[t.verdict] for t in trials]),
-        ("peak", [_known(format_bytes, limited_peak(trial)) for trial in trials]),
-        ("seconds\n/step", [_known("{:,.3g}".format, trial.step_seconds) for trial in trials]),
-        ("samples\n/s", [_known(_speed, trial.samples_per_second) for trial in trials]),
+        ("peak", [or_dash(format_bytes, limited_peak(trial)) for trial in trials]),
+        ("seconds\n/step", [or_dash("{:,.3g}".format, trial.step_seconds) for trial in trials]),
+        ("samples\n/s", [or_dash(_speed, trial.samples_per_second) for trial in trials]),
     ]
 
 
@@ -136,15 +119,15 @@ def _shape_columns(fit: Fit) -> Columns:
     rows = fit.shapes
     columns = [(name, [str(row.shape[name]) for row in rows]) for name in rows[0].shape]
     columns += [
-        ("micro-batch", [_known("{:,}".format, row.micro_batch) for row in rows]),
-        ("peak", [_known(format_bytes, row.peak) for row in rows]),
-        ("headroom", [_known(format_bytes, row.headroom_bytes) for row in rows]),
+        ("micro-batch", [or_dash("{:,}".format, row.micro_batch) for row in rows]),
+        ("peak", [or_dash(format_bytes, row.peak) for row in rows]),
+        ("headroom", [or_dash(format_bytes, row.headroom_bytes) for row in rows]),
     ]
     if fit.plan is not None:
         columns.append((f"accumulated\nto {fit.plan.requested_batch:,}", [_accumulated(row) for row in rows]))
     if fit.evaluation is not None:
         sizes = {name_shape(row.shape): row.micro_batch for row in fit.evaluation.shapes}
-        columns.append(("evaluation", [_known("{:,}".format, sizes.get(name_shape(row.shape))) for row in rows]))
+        columns.append(("evaluation", [or_dash("{:,}".format, sizes.get(name_shape(row.shape))) for row in rows]))
     columns.append(("probes", [str(len(row.trials)) for row in rows]))
     return [*columns, _words("next size", [_next_in_short(row) for row in rows])]
 
@@ -160,7 +143,7 @@ def _next_in_short(fit: Fit) -> str:
 
 def _accumulated(fit: Fit) -> str:
     if fit.plan is None:
-        return _UNKNOWN
+        return "-"
     split = fit.plan.split
     size = f"{split.largest:,}" if split.smallest == split.largest else f"{split.smallest:,}-{split.largest:,}"
     return f"{size} x {split.accumulation:,} x {split.devices:,} = {split.samples:,}"
@@ -206,16 +189,8 @@ def _all_trials(fit: Fit) -> Iterator[Outcome]:
         yield from _all_trials(fit.evaluation)
 
 
-def _is_answer(fit: Fit, row: Fit | Outcome) -> bool:
-    return row.micro_batch == fit.micro_batch and (not fit.shapes or row.shape == fit.shape)
-
-
 def _speed(samples_per_second: float) -> str:
     return f"{samples_per_second:,.0f}" if samples_per_second >= 100 else f"{samples_per_second:.3g}"
-
-
-def _known(write: Callable[[Any], str], value: Any) -> str:
-    return _UNKNOWN if value is None else write(value)
 
 
 def _words(heading: str, cells: list[str]) -> tuple[str, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from batchwright.report.display import draw_table, table_lines
+from batchwright.report.display import draw_table, or_dash, table_lines
 from batchwright.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def summarize_estimate(estimate: Estimate) -> str:
     if estimate.max_limited_by == "data":
         return f"{line}; the data has no more samples, and {within} would hold more"
     if estimate.max_limited_by == "search":
-        return f"{line}; no larger size was looked at, and {within} would hold more"
+        return f"{line}; no larger size was tried, and {within} would hold more"
     return f"{line}; the largest within {within}"
 
 
@@ -55,20 +55,7 @@ def _on_card(estimate: Estimate) -> str:
     return f"micro-batch {estimate.micro_batch:,} {verdict} on {estimate.on}{there_is}: predicted {kinds}{at_most}"
 
 
-def estimate_columns(estimate: Estimate) -> Columns:
-    """The parts alive at the peak, largest first, and what a further sample adds to each."""
-    parts = sorted(((n, part) for part, n in estimate.parts.items() if n), reverse=True)
-    growth = [estimate.grows_with_batch.get(part) or 0 for _, part in parts]
-    peak = sum(n for n, _ in parts) or 1
-    return [
-        ("part", [part for _, part in parts]),
-        ("at the\npeak", [format_bytes(n) for n, _ in parts]),
-        ("share", [f"{n / peak:.0%}" for n, _ in parts]),
-        ("per further\nsample", [f"+{format_bytes(n)}" if n > 0 else "fixed" for n in growth]),
-    ]
-
-
-def estimate_remarks(estimate: Estimate) -> Iterator[str]:
+def _remarks_on_estimate(estimate: Estimate) -> Iterator[str]:
     """The moment, the phases, the owners, and what was assumed."""
     moment = estimate.peak_at
     if moment is not None:
@@ -87,13 +74,21 @@ def estimate_remarks(estimate: Estimate) -> Iterator[str]:
         yield from _indented(_saving_columns(estimate), left=1)
     if estimate.notes:
         yield ""
-    for note in estimate.notes:
-        yield f"note: {note}."
+    yield from (f"note: {note}." for note in estimate.notes)
 
 
 def draw_estimate(estimate: Estimate) -> RenderableType:
-    """Draw the estimate for a terminal."""
-    return draw_table(summarize_estimate(estimate), estimate_columns(estimate), estimate_remarks(estimate), left=1)
+    """Draw the parts alive at the peak, largest first, and what a further sample adds to each."""
+    parts = sorted(((n, part) for part, n in estimate.parts.items() if n), reverse=True)
+    growth = [estimate.grows_with_batch.get(part) or 0 for _, part in parts]
+    peak = sum(n for n, _ in parts) or 1
+    columns = [
+        ("part", [part for _, part in parts]),
+        ("at the\npeak", [format_bytes(n) for n, _ in parts]),
+        ("share", [f"{n / peak:.0%}" for n, _ in parts]),
+        ("per further\nsample", [f"+{format_bytes(n)}" if n > 0 else "fixed" for n in growth]),
+    ]
+    return draw_table(summarize_estimate(estimate), columns, _remarks_on_estimate(estimate), left=1)
 
 
 def _picture(estimate: Estimate) -> Iterator[str]:
@@ -118,7 +113,7 @@ def _saving_columns(estimate: Estimate) -> Columns:
     peak = estimate.peak
     return [
         ("change", [saving.change for saving in savings]),
-        ("peak", ["-" if s.peak_bytes is None else format_bytes(s.peak_bytes) for s in savings]),
+        ("peak", [or_dash(format_bytes, saving.peak_bytes) for saving in savings]),
         ("saves", ["-" if s.peak_bytes is None else _saved(peak - s.peak_bytes) for s in savings]),
         ("", [saving.note for saving in savings]),
     ]
@@ -134,8 +129,7 @@ def _place(module: str, operator: str, width: int = 44) -> str:
 
 
 def _indented(columns: Columns, *, left: int) -> Iterator[str]:
-    for line in "\n".join(table_lines(columns, left=left)).split("\n"):
-        yield f"  {line}"
+    yield from (f"  {line}" for line in "\n".join(table_lines(columns, left=left)).split("\n"))
 
 
 def summarize_cards(cards: EveryCard) -> str:
@@ -150,21 +144,17 @@ def summarize_cards(cards: EveryCard) -> str:
     )
 
 
-def cards_columns(cards: EveryCard) -> Columns:
-    """A row per card."""
+def draw_cards(cards: EveryCard) -> RenderableType:
+    """Draw a row per card."""
     rows = cards.rows
-    return [
+    columns = [
         ("card", [row.card for row in rows]),
         ("memory", [format_bytes(row.total_bytes) for row in rows]),
         (f"takes at\nmicro-batch {cards.micro_batch:,}", [format_bytes(row.device_bytes) for row in rows]),
         ("fits", ["yes" if row.fits else "no" for row in rows]),
-        ("largest\nmicro-batch", ["-" if row.max_micro_batch is None else f"{row.max_micro_batch:,}" for row in rows]),
+        ("largest\nmicro-batch", [or_dash("{:,}".format, row.max_micro_batch) for row in rows]),
     ]
-
-
-def draw_cards(cards: EveryCard) -> RenderableType:
-    """Draw the cards for a terminal."""
-    return draw_table(summarize_cards(cards), cards_columns(cards), (), left=1)
+    return draw_table(summarize_cards(cards), columns, (), left=1)
 
 
 def summarize_recommendation(recommendation: Recommendation) -> str:
@@ -184,24 +174,7 @@ def summarize_recommendation(recommendation: Recommendation) -> str:
     return f"{place}: nothing fits; micro-batch 1 needs {format_bytes(answer.needed_bytes)} ({question})"
 
 
-def recommendation_columns(recommendation: Recommendation) -> Columns:
-    """The answers as headed columns of text."""
-    answers = recommendation.answers
-    columns = [
-        ("model", [answer.size for answer in answers]),
-        ("memory", [_memory(answer) for answer in answers]),
-        ("micro-\nbatch", [_count(answer.recommended_batch_size) for answer in answers]),
-        ("a sample\nadds", [format_bytes(answer.memory_per_sample) for answer in answers]),
-        ("predicted\npeak", [_peak(answer) for answer in answers]),
-        ("accum.\nfor 32", [_count(answer.gradient_accumulation_for_32) for answer in answers]),
-        ("accum.\nfor 64", [_count(answer.gradient_accumulation_for_64) for answer in answers]),
-    ]
-    if any(answer.rule_of_thumb for answer in answers):
-        columns.append(("rule of\nthumb", [_rule(answer) for answer in answers]))
-    return columns
-
-
-def recommendation_remarks(recommendation: Recommendation) -> Iterator[str]:
+def _remarks_on_recommendation(recommendation: Recommendation) -> Iterator[str]:
     """What each size stands for, what was assumed, and what to do where nothing fits."""
     models = dict.fromkeys((answer.size, answer.model) for answer in recommendation.answers)
     named = ", ".join(f"{size} is {model}" for size, model in models if size.lower() != model)
@@ -227,27 +200,28 @@ def recommendation_remarks(recommendation: Recommendation) -> Iterator[str]:
 
 
 def draw_recommendation(recommendation: Recommendation) -> RenderableType:
-    """Draw the recommendation for a terminal."""
-    return draw_table(
-        summarize_recommendation(recommendation),
-        recommendation_columns(recommendation),
-        recommendation_remarks(recommendation),
-        left=1,
-    )
-
-
-def _count(number: int | None) -> str:
-    return "-" if number is None else f"{number:,}"
+    """Draw the recommendation, a row per answer."""
+    answers = recommendation.answers
+    columns = [
+        ("model", [answer.size for answer in answers]),
+        ("memory", [_memory(answer) for answer in answers]),
+        ("micro-\nbatch", [or_dash("{:,}".format, answer.recommended_batch_size) for answer in answers]),
+        ("a sample\nadds", [format_bytes(answer.memory_per_sample) for answer in answers]),
+        ("predicted\npeak", [_peak(answer) for answer in answers]),
+        ("accum.\nfor 32", [or_dash("{:,}".format, answer.gradient_accumulation_for_32) for answer in answers]),
+        ("accum.\nfor 64", [or_dash("{:,}".format, answer.gradient_accumulation_for_64) for answer in answers]),
+    ]
+    rules = [answer.rule_of_thumb for answer in answers]
+    if any(rules):
+        columns.append(("rule of\nthumb", [f"{rule.recommended_batch_size:,}" if rule else "-" for rule in rules]))
+    remarks = _remarks_on_recommendation(recommendation)
+    return draw_table(summarize_recommendation(recommendation), columns, remarks, left=1)
 
 
 def _peak(answer: Answer) -> str:
     if answer.estimated_memory_usage is None:
         return f"({format_bytes(answer.needed_bytes)})"
     return format_bytes(answer.estimated_memory_usage)
-
-
-def _rule(answer: Answer) -> str:
-    return f"{answer.rule_of_thumb.recommended_batch_size:,}" if answer.rule_of_thumb else "-"
 
 
 def _memory(answer: Answer) -> str:

@@ -13,11 +13,10 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from batchwright.noise.branches import Branch, MeasuredCriticalBatch
+    from batchwright.noise.branches import MeasuredCriticalBatch
     from batchwright.noise.noise_result import NoiseRun
     from batchwright.planning.critical_batch import CriticalBatch
     from batchwright.planning.soonest import BestBatch
-    from batchwright.report.display import Columns
 
 
 def summarize_best_batch(best: BestBatch) -> str:
@@ -34,33 +33,21 @@ def summarize_best_batch(best: BestBatch) -> str:
     return f"{answer}; {first:,} to {last:,} are within 5 % of its time"
 
 
-def best_batch_columns(best: BestBatch) -> Columns:
-    """A row per batch: the best, then in order the ends of the range and the batches that were timed."""
-    step, batches = best.step_seconds, _batches(best)
-    return [
+def draw_best_batch(best: BestBatch) -> RenderableType:
+    """Draw a row per batch: the best, then in order the ends of the range and the batches that were timed."""
+    step = best.step_seconds
+    others = {*best.range_within_5_percent, *(batch for batch, _ in step.points)} - {best.value}
+    batches = [best.value, *sorted(others)]
+    columns = [
         ("effective\nbatch", [f"{'' if step.covers(batch) else '~'}{batch:,}" for batch in batches]),
         ("step\nseconds", [f"{step.at(batch):.3g}" for batch in batches]),
         ("steps over\nthe minimum", [f"{steps_over_minimum(batch, best.noise_scale):.3g}x" for batch in batches]),
         ("time to\nthe loss", [f"{best.time_ratio(batch):.3g}x" for batch in batches]),
     ]
-
-
-def best_batch_remarks(best: BestBatch) -> Iterator[str]:
-    """What has to be said below the table, a line each."""
-    for words in best.words:
-        yield f"{words}."
-    if any(not best.step_seconds.covers(batch) for batch in _batches(best)):
-        yield "~ is outside the batches that were timed."
-
-
-def draw_best_batch(best: BestBatch) -> RenderableType:
-    """Draw the answer for a terminal."""
-    return draw_table(summarize_best_batch(best), best_batch_columns(best), best_batch_remarks(best))
-
-
-def _batches(best: BestBatch) -> list[int]:
-    others = {*best.range_within_5_percent, *(batch for batch, _ in best.step_seconds.points)} - {best.value}
-    return [best.value, *sorted(others)]
+    remarks = [f"{words}." for words in best.words]
+    if not all(map(step.covers, batches)):
+        remarks.append("~ is outside the batches that were timed.")
+    return draw_table(summarize_best_batch(best), columns, remarks)
 
 
 def summarize_branches(measured: MeasuredCriticalBatch) -> str:
@@ -71,68 +58,37 @@ def summarize_branches(measured: MeasuredCriticalBatch) -> str:
     return f"critical batch by training: {span}{proxy}"
 
 
-def branches_columns(measured: MeasuredCriticalBatch) -> list[tuple[str, list[str]]]:
-    """A row per batch."""
-
-    def fitted(branch: Branch) -> str:
-        return f"{measured.min_steps + measured.min_examples / branch.batch:,.0f}"
-
-    rows = measured.branches
-    return [
-        ("batch", [f"{row.batch:,}" for row in rows]),
-        ("learning\nrate x", ["-" if math.isnan(f := row.learning_rate_factor) else f"{f:.3g}" for row in rows]),
-        ("steps", ["not reached" if row.mean_steps is None else f"{row.mean_steps:,.0f}" for row in rows]),
-        ("by the\ncurve", [fitted(row) for row in rows]),
-        ("examples", ["-" if row.mean_steps is None else f"{row.mean_steps * row.batch:,.0f}" for row in rows]),
-    ]
-
-
-def branches_remarks(measured: MeasuredCriticalBatch) -> Iterator[str]:
+def _remarks_on_branches(measured: MeasuredCriticalBatch) -> Iterator[str]:
     """What has to be said below the table, a line each."""
     yield f"steps to a held-out loss of {measured.target_loss:.4g}, mean of {len(measured.branches[0].steps)} seeds."
     yield f"at least {measured.min_steps:,.0f} steps at any batch, at least {measured.min_examples:,.0f} examples."
     if measured.noise_scale is not None:
         yield f"noise scale along the smallest batch's run: {measured.noise_scale}."
-    for note in measured.notes:
-        yield f"note: {note}."
+    yield from (f"note: {note}." for note in measured.notes)
 
 
 def draw_branches(measured: MeasuredCriticalBatch) -> RenderableType:
-    """Draw the measurement for a terminal."""
-    return draw_table(summarize_branches(measured), branches_columns(measured), branches_remarks(measured))
+    """Draw the measurement, a row per batch."""
+    rows, least, examples = measured.branches, measured.min_steps, measured.min_examples
+    columns = [
+        ("batch", [f"{row.batch:,}" for row in rows]),
+        ("learning\nrate x", ["-" if math.isnan(f := row.learning_rate_factor) else f"{f:.3g}" for row in rows]),
+        ("steps", ["not reached" if row.mean_steps is None else f"{row.mean_steps:,.0f}" for row in rows]),
+        ("by the\ncurve", [f"{least + examples / row.batch:,.0f}" for row in rows]),
+        ("examples", ["-" if row.mean_steps is None else f"{row.mean_steps * row.batch:,.0f}" for row in rows]),
+    ]
+    return draw_table(summarize_branches(measured), columns, _remarks_on_branches(measured))
 
 
 def summarize_noise(run: NoiseRun) -> str:
     """Say the answer in one line."""
-    critical, batch, unit = (
-        f"critical batch {run.critical_batch}",
-        run.verdict.effective_batch,
-        run.verdict.critical.unit,
-    )
-    return f"{run.name}: {critical}; the batch in use, {figure(batch)} {unit}, is {_beside(run.verdict.position)}"
+    verdict, position = run.verdict, run.verdict.position
+    in_use = f"{figure(verdict.effective_batch)} {verdict.critical.unit}"
+    beside = "not yet comparable with" if position == "unresolved" else position
+    return f"{run.name}: critical batch {run.critical_batch}; the batch in use, {in_use}, is {beside} it"
 
 
-def _beside(position: str) -> str:
-    return {"unresolved": "not yet placed beside it", "near": "near it", "beyond": "beyond it"}.get(
-        position, f"{position} it"
-    )
-
-
-def noise_columns(run: NoiseRun) -> list[tuple[str, list[str]]]:
-    """A row per point of the trend."""
-    points = run.history
-    return [
-        ("step", [f"{point.step:,}" for point in points]),
-        ("samples", [f"{point.samples:,}" for point in points]),
-        ("loss", [f"{point.loss:.4g}" for point in points]),
-        (f"critical batch\n({run.critical_batch.unit})", [_value(point.critical_batch) for point in points]),
-        ("95 %\nfrom", [figure(point.critical_batch.low) for point in points]),
-        ("to", [_end(point.critical_batch.high) for point in points]),
-        ("steps\naveraged", [f"{point.critical_batch.observations:,}" for point in points]),
-    ]
-
-
-def noise_remarks(run: NoiseRun) -> Iterator[str]:
+def _remarks_on_run(run: NoiseRun) -> Iterator[str]:
     """What has to be said below the table, a line each."""
     split = f"micro-batch {run.micro_batch:,} x accumulation {run.accumulation:,}"
     yield f"trained {run.steps:,} steps of {run.effective_batch:,} samples ({split} x devices {run.ranks}) on {run.on}."
@@ -145,7 +101,7 @@ def noise_remarks(run: NoiseRun) -> Iterator[str]:
     if not run.critical_batch.resolved:
         yield f"the upper end is not resolved: {_further(run.critical_batch)}."
     yield f"verdict: {run.verdict.recommendation}."
-    yield f"wasted: {run.verdict.waste.percent} of the samples, beside a tiny batch."
+    yield f"wasted: {run.verdict.waste.percent} of the samples, compared with a tiny batch."
     for words in run.verdict.words[1:]:
         if words not in run.verdict.recommendation:
             yield f"{words}."
@@ -158,39 +114,46 @@ def noise_remarks(run: NoiseRun) -> Iterator[str]:
         )
     for reason, number in (run.skipped or {}).items():
         yield f"left out: {number:,} of {run.steps:,} steps: {reason}."
-    for note in run.notes:
-        yield f"note: {note}."
+    yield from (f"note: {note}." for note in run.notes)
 
 
 def draw_noise(run: NoiseRun) -> RenderableType:
-    """Draw the run for a terminal."""
-    return draw_table(summarize_noise(run), noise_columns(run), noise_remarks(run))
+    """Draw the run, a row per point of the trend."""
+    points = run.history
+    criticals = [point.critical_batch for point in points]
+    columns = [
+        ("step", [f"{point.step:,}" for point in points]),
+        ("samples", [f"{point.samples:,}" for point in points]),
+        ("loss", ["-" if math.isnan(point.loss) else f"{point.loss:.4g}" for point in points]),
+        (f"critical batch\n({run.critical_batch.unit})", [_value(critical) for critical in criticals]),
+        ("95 %\nfrom", [figure(critical.low) for critical in criticals]),
+        ("to", ["not resolved" if critical.high == math.inf else figure(critical.high) for critical in criticals]),
+        ("steps\naveraged", [f"{critical.observations:,}" for critical in criticals]),
+    ]
+    return draw_table(summarize_noise(run), columns, _remarks_on_run(run))
 
 
 def _trend(run: NoiseRun) -> str:
     if len(run.history) < 2:
         return "too few steps to show one"
     first, last = run.history[0], run.history[-1]
-    losses = f"while the loss went from {first.loss:.4g} to {last.loss:.4g}"
+    is_known = not math.isnan(first.loss + last.loss)
+    losses = f", while the loss went from {first.loss:.4g} to {last.loss:.4g}" if is_known else ""
     before, after = first.critical_batch, last.critical_batch
     if after.low > before.high:
-        return f"the critical batch rose from {before} to {after}, {losses}"
+        return f"the critical batch rose from {before} to {after}{losses}"
     if after.high < before.low:
-        return f"the critical batch fell from {before} to {after}, {losses}"
-    return f"no change that the intervals can tell ({_value(before)} to {_value(after)} {after.unit}), {losses}"
+        return f"the critical batch fell from {before} to {after}{losses}"
+    return f"no change beyond the intervals ({_value(before)} to {_value(after)} {after.unit}){losses}"
 
 
 def _further(critical: CriticalBatch) -> str:
     if critical.steps_needed is None:
         return (
-            "the signal is not told from 0 yet, so nothing says how many steps it takes; a larger batch tells it sooner"
+            "the signal is not yet clearly above 0, so the number of steps is unknown; a larger batch shows it sooner"
         )
     return f"about {critical.steps_needed:,} more steps of this batch would, or fewer of a larger one"
 
 
 def _value(critical: CriticalBatch) -> str:
     return "-" if critical.value == float("inf") else figure(critical.value)
-
-
-def _end(value: float) -> str:
-    return "not resolved" if value == float("inf") else figure(value)

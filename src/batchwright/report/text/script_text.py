@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 _KINDS = (("allocated", "tensors"), ("reserved", "what PyTorch holds"), ("device", "what the device must have"))
 
 
+_PHASES = {
+    "build": "what comes before the first forward",
+    "batch": "between steps",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "the optimizer step",
+}
+
+
 def draw_script_estimate(estimate: ScriptEstimate) -> RenderableType:
     """Draw the answer."""
     return draw_table(summarize_script(estimate), script_columns(estimate), script_remarks(estimate), left=1)
@@ -60,11 +69,18 @@ def script_remarks(estimate: ScriptEstimate) -> Iterator[str]:
     if run.accumulation:
         seen += f", {run.accumulation} backward{'s' * (run.accumulation > 1)} each"
     yield f"{seen}; the model received {shapes}" if shapes else seen
+    if run.phase_bytes:
+        phase = max(run.phase_bytes, key=lambda name: run.phase_bytes[name])
+        parts = sorted(run.parts.items(), key=lambda part: -part[1])
+        of = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
+        yield f"the peak is reached in {_PHASES.get(phase, phase)}{': ' if of else ''}{of}"
+    if run.window_seconds and estimate.source == "measured":
+        yield f"time: {run.window_seconds[-1]:.3g} s for the last of the {run.windows}"
     if run.made_up_reads:
         yield f"read back from the card: {run.made_up_reads:,} values that are not known were made up"
     if run.files_written:
         count = len(run.files_written)
-        yield f"files: {count} written by the program, in a scratch folder that is gone; yours are unchanged"
+        yield f"files: {count} written by the program, in a scratch folder that is gone"
     yield from run.notes
     if run.end == "out_of_memory" and run.error:
         yield run.error

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from batchwright.report.display import draw_table
+from batchwright.report.display import draw_table, or_dash
 from batchwright.report.page.run_reading import in_one_line
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def tuned_columns(tuned: Tuned) -> Columns:
     rows += advised["changes"]
     return [
         ("set-up", [row["change"] for row in rows]),
-        *((name.replace("_", " "), [_count(row[name]) for row in rows]) for name in _SIZES),
-        ("time to\nthe loss", ["-" if row["time_ratio"] is None else f"{row['time_ratio']:.2f}x" for row in rows]),
+        *((name.replace("_", " "), [or_dash("{:,}".format, row[name]) for row in rows]) for name in _SIZES),
+        ("time to\nthe loss", [or_dash("{:.2f}x".format, row["time_ratio"]) for row in rows]),
     ]
 
 
@@ -56,20 +56,21 @@ def tuned_remarks(tuned: Tuned) -> Iterator[str]:
     run = tuned.run
     advised = run["recommendation"]
     if "skipped" not in advised:
+        if "command" in advised:
+            yield f"type: {advised['command']}"
         rate = advised["learning_rate"]
         if rate is not None:
-            at = f" at an effective batch of {rate['at_batch']:,}" if rate["at_batch"] else " of the workload"
-            span = f"{rate['recommended']:.3g} [{rate['low']:.3g}, {rate['high']:.3g}]"
+            line = f"{rate['now']:g} -> {rate['recommended']:.3g} [{rate['low']:.3g}, {rate['high']:.3g}]"
             if rate["at_batch"]:
-                span += f"; where {rate['now']:g} suits another batch, name that: --noise-batch"
-            yield f"learning rate: {rate['now']:g}{at} becomes {span}."
+                line += f" if {rate['now']:g} suits batch {rate['at_batch']:,}; another is named as the noise batch"
+            yield f"learning rate: {line}."
         yield from (f"why: {reason}." for reason in advised["reasons"])
         yield from (f"assumed: {text}." for text in advised["assumes"])
         yield from (f"{change['change']}: {change['note']}." for change in advised["changes"] if change["note"])
         yield from (f"note: {note}." for note in advised["notes"])
     yield from (f"throughput: {note}." for note in run["throughput"].get("notes", ()))
     if not_covered := run["fit"].get("restored", {}).get("not_covered"):
-        yield f"not looked after: {', '.join(not_covered)}."
+        yield f"not restored: {', '.join(not_covered)}."
     audit = run["audit"]
     if isinstance(audit.get("exact"), bool):
         verdict = (
@@ -88,7 +89,3 @@ def tuned_remarks(tuned: Tuned) -> Iterator[str]:
 def draw_tuned(tuned: Tuned) -> RenderableType:
     """Draw the answer for a terminal."""
     return draw_table(summarize_tuned(tuned), tuned_columns(tuned), tuned_remarks(tuned), left=1)
-
-
-def _count(value: Any) -> str:
-    return "-" if value is None else f"{value:,}"

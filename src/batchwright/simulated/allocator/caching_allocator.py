@@ -5,119 +5,53 @@ Follows c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.13 for everything outside
 Promises:
 - what a sequence of calls reserves, allocates and cannot get is, byte for byte, what the real allocator would on a card
   whose cudaMalloc hands out `capacity` bytes in whole granules of 2 MiB; the same calls give the same addresses;
-- an event of another stream is complete only after `complete_events`, or where the real one waits for it;
 - in a snapshot the blocks of a segment follow one another without a gap and add up to it. A stretch of mapped pages of
   an expandable segment is a segment of its own, as in PyTorch's. The requested size of a block that is not active is 0
-  (PyTorch leaves there what its last holder asked for);
+  (PyTorch leaves there what its last holder asked for). Where a real one has stack frames, this one has the module and
+  the operator that asked; pytorch.org/memory_viz and `torch.cuda._memory_viz` read it;
 - what a run asked for is kept as plain numbers (`Requests`) and can be asked again of another card: the kernels of a
   step depend on a card's generation, not on its memory, so one trace answers for every card of a kind.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
-from batchwright.simulated.allocator.blocks import AllocatorCounters, Block, BlockPool
 from batchwright.simulated.allocator.segments import (
     LARGEST_REQUEST,
     LARGEST_SMALL,
     SMALLEST_BLOCK,
     UNLIMITED,
+    AllocatorCounters,
+    Block,
+    BlockPool,
     CardMemory,
     CardSegments,
-    Request,
     rounded_size,
-    segment_size,
 )
 from batchwright.simulated.allocator.settings import AllocatorSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
+    from batchwright.device.device import Owner
     from batchwright.simulated.allocator.segments import Listener
 
 
-@dataclass(frozen=True)
-class BlockRecord:
-    """A block as a snapshot shows it."""
-
-    address: int
-    size: int
-    requested_size: int
-    state: str
-    """active_allocated, active_pending_free (waits for other streams) or inactive."""
-
-
-@dataclass(frozen=True)
-class SegmentRecord:
-    """A segment as a snapshot shows it."""
-
-    address: int
-    total_size: int
-    stream: int
-    segment_type: str
-    """small or large."""
-    is_expandable: bool
-    blocks: tuple[BlockRecord, ...]
-
-    @property
-    def allocated_size(self) -> int:
-        """Bytes in blocks that are handed out."""
-        return sum(block.size for block in self.blocks if block.state == "active_allocated")
-
-    @property
-    def active_size(self) -> int:
-        """The same, and those of blocks that wait for other streams."""
-        return sum(block.size for block in self.blocks if block.state != "inactive")
-
-    @property
-    def requested_size(self) -> int:
-        """Bytes asked for, in active blocks."""
-        return sum(block.requested_size for block in self.blocks)
-
-
-def segments_of(blocks: Iterable[Block]) -> list[SegmentRecord]:
-    """Return the segments that these blocks are all of, by address."""
-    heads = [block for block in blocks if block.previous is None or not block.previous.mapped]
-    return [_segment(head) for head in sorted(heads, key=lambda block: block.address)]
-
-
-def _segment(head: Block) -> SegmentRecord:
-    records: list[BlockRecord] = []
-    block: Block | None = head
-    while block is not None and block.mapped:
-        records.append(_record(block))
-        block = block.next
-    return SegmentRecord(
-        address=head.address,
-        total_size=sum(record.size for record in records),
-        stream=head.stream,
-        segment_type="small" if head.pool.is_small else "large",
-        is_expandable=head.expandable is not None,
-        blocks=tuple(records),
-    )
-
-
-def _record(block: Block) -> BlockRecord:
-    state = "active_allocated" if block.allocated else "active_pending_free" if block.events else "inactive"
-    return BlockRecord(block.address, block.size, 0 if state == "inactive" else block.requested_size, state)
-
-
 _DEFAULTS = AllocatorSettings()
+
+
+def _unheard(*_: object) -> None:
+    pass
 
 
 class SimulatedOutOfMemory(Exception):  # noqa: N818 - what the card ran into, not a mistake of the caller
     """The card has no room, after everything that could be given back was; all numbers are bytes."""
 
     def __init__(self, requested: int, allocated: int, reserved: int, free: int, capacity: int) -> None:
-        self.requested = requested
-        self.allocated = allocated
-        self.reserved = reserved
-        self.free = free
-        self.capacity = capacity
+        self.requested, self.allocated, self.reserved = requested, allocated, reserved
+        self.free, self.capacity = free, capacity
         super().__init__(
             f"{requested:,} bytes asked for, {free:,} of {capacity:,} free; "
             f"{allocated:,} allocated, {reserved:,} reserved"
@@ -136,8 +70,8 @@ class CachingAllocator:
     (Counter(current=0, peak=3000320), Counter(current=20971520, peak=20971520))
 
     `capacity` is what cudaMalloc can hand out, None for no limit; `memory_fraction` is the cap that
-    set_per_process_memory_fraction puts on reserved memory, in bytes. `listener(action, address, size, stream)` hears
-    what a memory history records: alloc, free_requested, free_completed, segment_alloc, segment_free, segment_map,
+    set_per_process_memory_fraction puts on reserved memory, in bytes. `listener(action, address, size)` hears what a
+    memory history records: alloc, free_requested, free_completed, segment_alloc, segment_free, segment_map,
     segment_unmap, and oom, whose address is the number of free bytes.
     """
 
@@ -151,89 +85,71 @@ class CachingAllocator:
     ) -> None:
         self.settings = settings
         self.stats = AllocatorCounters()
-        self._listener = listener
+        self._listener = listener or _unheard
         self._card = CardMemory(UNLIMITED if capacity is None else capacity)
-        self._segments = CardSegments(self._card, settings, self.stats, allowed=memory_fraction, listener=listener)
+        self._segments = CardSegments(
+            self._card, settings, self.stats, allowed=memory_fraction, listener=self._listener
+        )
         self._small = BlockPool(is_small=True)
         self._large = BlockPool(is_small=False)
-        self._nothing = Block(0, 0, 0, self._small)
+        self._nothing = Block(0, 0, self._small)
         self._active: dict[int, Block] = {}
-        self._waiting: dict[int, deque[Block]] = {}
-        """Freed blocks by the streams whose events they wait for, oldest first."""
-        self._completed: dict[int, int] = {}
-        """How many of them are no longer waited for, not yet noticed."""
 
     @property
     def free_on_card(self) -> int:
         """Bytes that cudaMalloc could still hand out: what torch.cuda.mem_get_info shows as free."""
         return self._card.free
 
-    def malloc(self, size: int, stream: int = 0) -> Block:
+    def malloc(self, size: int) -> Block:
         """Hand out a block, or raise SimulatedOutOfMemory; 0 bytes are no block at all, with address 0."""
-        if size <= 0 or size >= LARGEST_REQUEST:
-            return self._without_a_block(size)
-        if self._completed:
-            self._free_completed()
+        if not size:
+            return self._nothing
+        if size >= LARGEST_REQUEST:
+            raise self._out_of_memory(size)
         rounded = rounded_size(size, self.settings)
         pool = self._small if rounded <= LARGEST_SMALL else self._large
-        block = self._cached(rounded, stream, pool)
-        if block is None:
-            segment = segment_size(rounded, self.settings)
-            block = self._from_the_card(Request(size, rounded, segment, stream, pool))
+        block = self._cached(rounded, pool) or self._from_the_card(size, rounded, pool)
         return self._hand_out(block, rounded, size)
 
     def free(self, block: Block) -> None:
-        """Take a block back; one that other streams used stays active until their events are complete."""
+        """Take a block back."""
         if block is self._nothing:
             return
-        self._check_handed_out(block)
+        if not block.allocated or self._active.get(block.address) is not block:
+            raise InvalidInputError(f"{block!r} was not handed out by this allocator, or was freed before.")
+        stats = self.stats
+        size = block.size
         block.allocated = False
-        self.stats.allocated.subtract(block.size)
-        self.stats.num_allocations.subtract(1)
-        if self._listener is not None:
-            self._listener("free_requested", block.address, block.requested_size, block.stream)
-        if block.used_on is None:
-            self._free_block(block)
-            return
-        block.events = len(block.used_on)
-        for stream in block.used_on:
-            self._waiting.setdefault(stream, deque()).append(block)
-        block.used_on = None
-
-    def use_on_stream(self, block: Block, stream: int) -> None:
-        """Tell that another stream works on the block: Tensor.record_stream."""
-        if block is self._nothing:
-            return
-        self._check_handed_out(block)
-        if stream != block.stream:
-            block.used_on = {stream} | (block.used_on or set())
-
-    def complete_events(self, stream: int | None = None) -> None:
-        """Let a stream, or all, reach what was freed so far; the blocks come back with the next malloc, as there."""
-        for name, blocks in self._waiting.items():
-            if stream is None or stream == name:
-                self._completed[name] = len(blocks)
+        del self._active[block.address]
+        for action in ("free_requested", "free_completed"):
+            self._listener(action, block.address, block.requested_size)
+        swallowed = block.swallow_neighbours()
+        block.pool.insert(block)
+        if block.segment_start is None:
+            if block.is_split:
+                stats.inactive_split.add(size)
+            else:
+                stats.inactive_split.subtract(swallowed)
+        stats.allocated.subtract(size)
+        stats.num_allocations.subtract(1)
+        stats.requested.subtract(block.requested_size)
 
     def empty_cache(self) -> None:
-        """Give back to the card what is cached and not split, after waiting for every stream."""
+        """Give back to the card what is cached and not split."""
         self.stats.num_sync_all_streams += 1
-        self.complete_events()
-        self._free_completed()
         self._segments.give_back_cached(self._large)
         self._segments.give_back_cached(self._small)
 
-    def reset_peaks(self) -> None:
-        """Let every peak start again from what there is now."""
-        self.stats.reset_peaks()
+    def segments(self) -> list[dict[str, Any]]:
+        """Return every segment with its blocks, by address, as `torch.cuda.memory_snapshot` does; without frames."""
+        blocks = [*self._active.values(), *self._small.free_blocks(), *self._large.free_blocks()]
+        heads = [block for block in blocks if block.previous is None or not block.previous.mapped]
+        return [_segment_from(head) for head in sorted(heads, key=lambda block: block.address)]
 
-    def segments(self) -> list[SegmentRecord]:
-        """Return every segment with its blocks, by address."""
-        return segments_of([*self._active.values(), *self._small.free_blocks(), *self._large.free_blocks()])
-
-    def _cached(self, rounded: int, stream: int, pool: BlockPool) -> Block | None:
+    def _cached(self, rounded: int, pool: BlockPool) -> Block | None:
         if self._segments.collects:
             pool.searches += 1
-        block = pool.best_fit(rounded, stream)
+        block = pool.best_fit(rounded)
         if block is None:
             return None
         unsplittable = self.settings.max_split_size
@@ -246,104 +162,146 @@ class CachingAllocator:
         pool.remove(block)
         return block
 
-    def _from_the_card(self, request: Request) -> Block:
+    def _from_the_card(self, size: int, rounded: int, pool: BlockPool) -> Block:
         if self._segments.collects:
             self._segments.collect_old(self._large)
-        block = self._taken(request)
-        if block is None and self._segments.give_back_unsplittable(request):
-            block = self._taken(request)
+        block = self._taken(size, rounded, pool)
+        if block is None and self._segments.give_back_unsplittable(rounded, pool):
+            block = self._taken(size, rounded, pool)
         if block is None:
             self.empty_cache()
             self.stats.num_alloc_retries += 1
-            # PyTorch 2.13 does not look into the pool again, though a block that was waited for may fit now.
-            block = self._taken(request)
+            block = self._taken(size, rounded, pool)
         if block is None:
             self.stats.num_ooms += 1
-            if self._listener is not None:
-                self._listener("oom", self._card.free, request.rounded, request.stream)
-            raise self._out_of_memory(request.size)
+            self._listener("oom", self._card.free, rounded)
+            raise self._out_of_memory(size)
         return block
 
-    def _taken(self, request: Request) -> Block | None:
-        if self.settings.throw_on_cudamalloc_oom and self._segments.passes_allowed(request):
+    def _taken(self, size: int, rounded: int, pool: BlockPool) -> Block | None:
+        if self.settings.throw_on_cudamalloc_oom and self._segments.passes_allowed(rounded):
             self.stats.num_oom_rejections += 1
-            raise self._out_of_memory(request.size)
-        return self._segments.take(request)
+            raise self._out_of_memory(size)
+        return self._segments.take(rounded, pool)
 
     def _hand_out(self, block: Block, rounded: int, size: int) -> Block:
         stats = self.stats
         was_split = block.is_split
         if self._is_worth_splitting(block, rounded):
-            rest, block = block, block.cut_front(rounded)
+            rest = block.cut_back(block.size - rounded)
             rest.pool.insert(rest)
-            if block.expandable is None:
+            if block.segment_start is None:
                 if was_split:
                     stats.inactive_split.subtract(rounded)
                 else:
                     stats.inactive_split.add(rest.size)
-        elif was_split and block.expandable is None:
+        elif was_split and block.segment_start is None:
             stats.inactive_split.subtract(block.size)
         block.allocated = True
         block.requested_size = size
         self._active[block.address] = block
         stats.allocated.add(block.size)
         stats.num_allocations.add(1)
-        stats.active.add(block.size)
         stats.requested.add(size)
-        if self._listener is not None:
-            self._listener("alloc", block.address, size, block.stream)
+        self._listener("alloc", block.address, size)
         return block
 
     def _is_worth_splitting(self, block: Block, rounded: int) -> bool:
         rest = block.size - rounded
-        if block.pool.is_small or block.expandable is not None:
+        if block.pool.is_small or block.segment_start is not None:
             return rest >= SMALLEST_BLOCK
         unsplittable = self.settings.max_split_size
         return rest > LARGEST_SMALL and (unsplittable is None or rounded < unsplittable)
 
-    def _free_block(self, block: Block) -> None:
-        stats = self.stats
-        size = block.size
-        del self._active[block.address]
-        if self._listener is not None:
-            self._listener("free_completed", block.address, block.requested_size, block.stream)
-        swallowed = block.swallow_neighbours()
-        block.pool.insert(block)
-        if block.expandable is None:
-            if block.is_split:
-                stats.inactive_split.add(size)
-            else:
-                stats.inactive_split.subtract(swallowed)
-        stats.active.subtract(size)
-        stats.requested.subtract(block.requested_size)
-
-    def _free_completed(self) -> None:
-        # By stream number: the real order is that of a hash table, and only the history shows it.
-        for stream in sorted(self._completed):
-            blocks = self._waiting[stream]
-            for _ in range(self._completed[stream]):
-                block = blocks.popleft()
-                block.events -= 1
-                if not block.events:
-                    self._free_block(block)
-            if not blocks:
-                del self._waiting[stream]
-        self._completed.clear()
-
-    def _check_handed_out(self, block: Block) -> None:
-        if not block.allocated or self._active.get(block.address) is not block:
-            raise InvalidInputError(f"{block!r} was not handed out by this allocator, or was freed before.")
-
-    def _without_a_block(self, size: int) -> Block:
-        if size < 0:
-            raise InvalidInputError(f"{size} bytes were asked for; 0 and more are allowed.")
-        if size:
-            raise self._out_of_memory(size)
-        return self._nothing
-
     def _out_of_memory(self, size: int) -> SimulatedOutOfMemory:
         stats, card = self.stats, self._card
         return SimulatedOutOfMemory(size, stats.allocated.current, stats.reserved.current, card.free, card.capacity)
+
+
+def _segment_from(head: Block) -> dict[str, Any]:
+    blocks: list[dict[str, Any]] = []
+    block: Block | None = head
+    while block is not None and block.mapped:
+        blocks.append(
+            {
+                "address": block.address,
+                "size": block.size,
+                "requested_size": block.requested_size if block.allocated else 0,
+                "state": "active_allocated" if block.allocated else "inactive",
+                "frames": [],
+            }
+        )
+        block = block.next
+    allocated = sum(record["size"] for record in blocks if record["state"] == "active_allocated")
+    return {
+        "device": 0,
+        "address": head.address,
+        "total_size": sum(record["size"] for record in blocks),
+        "allocated_size": allocated,
+        "active_size": allocated,
+        "requested_size": sum(record["requested_size"] for record in blocks),
+        "stream": 0,
+        "segment_type": "small" if head.pool.is_small else "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": head.segment_start is not None,
+        "frames": [],
+        "blocks": blocks,
+    }
+
+
+class History:
+    """What the allocator did, in order, and for whom."""
+
+    def __init__(self) -> None:
+        self.owner: Owner = ("", "", "")
+        self._entries: list[dict[str, Any]] = []
+        self._owners: dict[int, Owner] = {}
+
+    def listen(self, action: str, address: int, size: int) -> None:
+        """Note one event of the allocator."""
+        if action == "alloc":
+            self._owners[address] = self.owner
+        owner = self._owners.get(address, self.owner)
+        place = "device_free" if action == "oom" else "addr"
+        # The official viewer draws by order; a time that rises is all it needs.
+        self._entries.append(
+            {
+                "action": action,
+                place: address,
+                "size": size,
+                "stream": 0,
+                "frames": _frames(owner),
+                "time_us": len(self._entries),
+            }
+        )
+
+    def snapshot(self, allocator: CachingAllocator) -> dict[str, Any]:
+        """Return what `torch.cuda.memory._snapshot()` would."""
+        segments = allocator.segments()
+        for block in (block for segment in segments for block in segment["blocks"]):
+            block["frames"] = _frames(self._owners.get(block["address"], ("", "", "")))
+        settings = allocator.settings
+        return {
+            "segments": segments,
+            "device_traces": [self._entries],
+            "allocator_settings": {
+                "PYTORCH_CUDA_ALLOC_CONF": "",
+                "max_split_size": -1 if settings.max_split_size is None else settings.max_split_size,
+                "garbage_collection_threshold": settings.garbage_collection_threshold,
+                "expandable_segments": settings.expandable_segments,
+                "pinned_num_register_threads": 1,
+                "release_lock_on_cudamalloc": False,
+                "pinned_use_cuda_host_register": False,
+                "roundup_power2_divisions": {},
+            },
+            "external_annotations": [],
+        }
+
+
+def _frames(owner: Owner) -> list[dict[str, Any]]:
+    operator, module, phase = owner
+    frames = [(operator, module), (phase, "")]
+    return [{"name": name, "filename": place or "step", "line": 0} for name, place in frames if name]
 
 
 class Requests:

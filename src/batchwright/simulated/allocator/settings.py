@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-_MIB = 1024 * 1024
+MIB = 1024 * 1024
 _INTERVALS = 16
+"""Powers of two that can be rounded each in its own way, from 1 MiB on; the first is also that of all below."""
 
 # True/False or a number; none of them changes how many bytes the allocator takes from the card, outside of graphs.
 _WITHOUT_EFFECT = {
@@ -94,7 +95,7 @@ def _count(option: str, value: str) -> int:
 
 
 def _read_mib(option: str, value: str) -> int:
-    return _count(option, value) * _MIB
+    return _count(option, value) * MIB
 
 
 def _share(option: str, value: str) -> float:
@@ -127,8 +128,7 @@ def _divisions(option: str, value: str) -> int | tuple[int, ...]:
         if not colon:
             raise InvalidInputError(f"{option} has the entry '{entry}'; allowed is size:steps, sizes in MiB or '>'.")
         steps = _count(option, text)
-        if steps & (steps - 1):
-            raise InvalidInputError(f"{option} has {steps} steps; powers of two are allowed, and 0 for none.")
+        _check_steps(steps)  # each entry, as there, even if a later one takes its place
         if boundary == ">":
             table[last + 1 :] = [steps] * (_INTERVALS - last - 1)
             continue
@@ -174,10 +174,6 @@ _FIELDS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
 }
 
 
-MIB = 1024 * 1024
-"""Powers of two that can be rounded each in its own way, from 1 MiB on; the first is also that of all below."""
-
-
 @dataclass(frozen=True)
 class AllocatorSettings:
     """What PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) sets, as PyTorch 2.13 understands it.
@@ -209,8 +205,13 @@ class AllocatorSettings:
 
     def __post_init__(self) -> None:
         _check_large_segment(self.large_segment_size, self.expandable_segments)
+        segment = self.large_segment_size
         for name in ("max_split_size", "max_non_split_rounding_size"):
-            _check_at_least_a_segment(name, getattr(self, name), self.large_segment_size)
+            size = getattr(self, name)
+            if size is not None and size < segment:
+                raise InvalidInputError(
+                    f"{name} is {_mib(size)}; at least a large segment is allowed, {_mib(segment)}."
+                )
         if not 0.0 <= self.garbage_collection_threshold < 1.0:
             raise InvalidInputError(
                 f"garbage_collection_threshold is {self.garbage_collection_threshold}; "
@@ -269,11 +270,6 @@ def _check_large_segment(size: int, expandable: bool) -> None:
         )
 
 
-def _check_at_least_a_segment(name: str, size: int | None, segment: int) -> None:
-    if size is not None and size < segment:
-        raise InvalidInputError(f"{name} is {_mib(size)}; at least a large segment is allowed, {_mib(segment)}.")
-
-
 def _check_divisions(divisions: int | tuple[int, ...]) -> None:
     table = (divisions,) if isinstance(divisions, int) else divisions
     if not isinstance(divisions, int) and len(table) != _INTERVALS:
@@ -282,10 +278,14 @@ def _check_divisions(divisions: int | tuple[int, ...]) -> None:
             "one for each power of two from 1 MiB on."
         )
     for steps in table:
-        if steps < 0 or steps & (steps - 1):
-            raise InvalidInputError(
-                f"roundup_power2_divisions has {steps} steps; powers of two are allowed, and 0 for none."
-            )
+        _check_steps(steps)
+
+
+def _check_steps(steps: int) -> None:
+    if steps < 0 or steps & (steps - 1):
+        raise InvalidInputError(
+            f"roundup_power2_divisions has {steps} steps; powers of two are allowed, and 0 for none."
+        )
 
 
 def _mib(size: int) -> str:

@@ -23,17 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-_LOWER = _names("""
+_LOWER = """
 _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
 conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm
 chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 _scaled_dot_product_flash_attention scaled_dot_product_attention
-""")
-_FLOAT32 = _names("""
+"""
+_FLOAT32 = """
 acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
 pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
 cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
@@ -42,13 +38,13 @@ multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsu
 _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
 upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
 _upsample_bicubic2d_aa
-""")
+"""
 # These sum up in float32 by their own dtype argument, without a copy of what they read.
-_FLOAT32_RESULT = _names("""
+_FLOAT32_RESULT = """
 prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
 linalg_matrix_norm.str_ord sum sum.dim_IntList
-""")
-_WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
+"""
+_WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
 
 _KEY = "AutocastPrivateUse1"
 _casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -62,7 +58,7 @@ def register_autocast() -> tuple[torch.library.Library, ...]:
     others.fallback(torch.library.fallthrough_kernel)
     aten = torch.library.Library("aten", "IMPL", _KEY)
     for names, rule in ((_LOWER, _lower), (_FLOAT32, _float32), (_FLOAT32_RESULT, _float32_result), (_WIDEST, _widest)):
-        for name in names:
+        for name in names.split():
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
             aten.impl(name, _without_autocast(rule, operator))
@@ -100,8 +96,7 @@ def _float32(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _float32_result(operator: Any, args: Any, kwargs: Any) -> Any:
-    names = [argument.name for argument in operator._schema.arguments]
-    position = names.index("dtype")
+    position = [argument.name for argument in operator._schema.arguments].index("dtype")
     is_given = (len(args) > position and args[position] is not None) or kwargs.get("dtype") is not None
     if is_given or not _can_be_cast(args[0]) or not args[0].is_floating_point():
         return operator(*args, **kwargs)
@@ -125,9 +120,8 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not _can_be_cast(tensor) or tensor.dtype == dtype:
         return tensor
     is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-    if not (is_weight and tensor.dtype is torch.float32 and dtype is torch.get_autocast_dtype(NAME)):
-        return tensor.to(dtype)
-    if not torch.is_autocast_cache_enabled():
+    is_lowered = tensor.dtype is torch.float32 and dtype is torch.get_autocast_dtype(NAME)
+    if not (is_weight and is_lowered and torch.is_autocast_cache_enabled()):
         return tensor.to(dtype)
     known = _casts.get(id(tensor))
     if known is None:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from batchwright.simulated.operators.attention import CurrentCard
+from batchwright.simulated.operators.cuda_kernels import CurrentCard
 
 _BLOCK, _BLOCKS_PER_SCALE, _CODES, _CODES_OF_SCALES = 64, 256, 16, 256
 _ROWS_OF_ONE_KERNEL, _ROWS_IN_FLOAT32_ON_AMD = 4, 2
@@ -133,18 +133,22 @@ class FourBitLinear(_FourBit):
         return product
 
 
-class _FourBitProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: FourBitLinear, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.layer = layer
-        return layer.product(x, bias)
+class _Product(torch.autograd.Function):
+    """A product whose backward makes the whole weight, by `ctx.make_weight`."""
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:
             return None, None, of_bias
-        return gradient @ ctx.layer.unpacked().to(gradient.dtype), None, of_bias
+        return gradient @ ctx.make_weight(gradient.dtype), None, of_bias
+
+
+class _FourBitProduct(_Product):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: FourBitLinear, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.make_weight = lambda dtype: layer.unpacked().to(dtype)
+        return layer.product(x, bias)
 
 
 class EightBitLinear(_Quantized):
@@ -161,10 +165,10 @@ class EightBitLinear(_Quantized):
         return product
 
 
-class _EightBitProduct(torch.autograd.Function):
+class _EightBitProduct(_Product):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: EightBitLinear, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.layer = layer
+        ctx.make_weight = layer.whole_weight
         if ctx.needs_input_grad[0]:
             ctx.kept_input = x  # as a plain attribute, as there: it stays until the graph is gone
         half = x.to(torch.float16)
@@ -174,13 +178,6 @@ class _EightBitProduct(torch.autograd.Function):
         out = torch.empty_like(wide, dtype=x.dtype)
         del narrow, wide
         return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
-        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        if not ctx.needs_input_grad[0]:
-            return None, None, of_bias
-        return gradient @ ctx.layer.whole_weight(gradient.dtype), None, of_bias
 
 
 class FourBitEmbedding(_FourBit):

@@ -11,7 +11,7 @@ out step by step, as with batch_first, while a call runs; and the gradient of th
 from __future__ import annotations
 
 from bisect import bisect_right
-from functools import cache
+from functools import cache, partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -157,47 +157,26 @@ def register_recurrent() -> tuple[torch.library.Library, ...]:
     library.impl("_pack_padded_sequence", _pack)
     library.impl("_pad_packed_sequence", _pad)
     for kind in _KEPT_PER_UNIT:
-        library.impl(f"{kind}.input", _padded(kind))
-        library.impl(f"{kind}.data", _packed(kind))
+        library.impl(f"{kind}.input", partial(_run, kind))
+        library.impl(f"{kind}.data", partial(_run_packed, kind))
     return shapes, library
 
 
-def _padded(kind: str) -> Any:
-    def run(
-        x: torch.Tensor,
-        hx: Any,
-        params: list[torch.Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        return _run(kind, x, hx, params, num_layers, train, batch_first)
-
-    return run
-
-
-def _packed(kind: str) -> Any:
-    def run(
-        data: torch.Tensor,
-        batch_sizes: torch.Tensor,
-        hx: Any,
-        params: list[torch.Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        return _run(kind, data, hx, params, num_layers, train, batch_first=False)
-
-    return run
+def _run_packed(kind: str, data: torch.Tensor, batch_sizes: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    return _run(kind, data, *rest)
 
 
 def _run(
-    kind: str, x: torch.Tensor, hx: Any, params: list[torch.Tensor], num_layers: int, train: bool, batch_first: bool
+    kind: str,
+    x: torch.Tensor,
+    hx: Any,
+    params: list[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     states = tuple(hx) if isinstance(hx, list | tuple) else (hx,)
     if torch.is_autocast_enabled(NAME):  # cuDNN is given the weights in one piece, cast anew in every call

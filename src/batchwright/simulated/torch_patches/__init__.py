@@ -1,6 +1,6 @@
 """Everything that replaces a part of torch while a card is simulated: under one lock, undone on every way out.
 
 Each file lists the names it replaces ("Replaces:") and yields them as `Patch`es; only `patches.TorchPatches` applies
-them. `backend.py` is the device, `torch_cuda.py` what torch says about it, `redirected_calls.py` what a step calls, and
-`torch_names.py` which private names of torch all of it needs.
+them. `backend.py` is the device, `torch_cuda.py` what torch says about it, and `redirected_calls.py` what a step
+calls.
 """

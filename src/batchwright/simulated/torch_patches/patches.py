@@ -27,8 +27,8 @@ import torch
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from batchwright.errors import InvalidInputError
-from batchwright.state.interrupts import INTERRUPTS
+from batchwright.errors import CannotTraceError, InvalidInputError
+from batchwright.state.process_state import INTERRUPTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -47,6 +47,19 @@ class Patch(NamedTuple):
     name: str
     stands_in: Any
     outside: Any = _MISSING
+
+
+def refusing(problem: str, remedy: str) -> Callable[..., None]:
+    """Return what stands in for a call that cannot be simulated: it raises, and says why."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CannotTraceError(problem, remedy=remedy)
+
+    return refuse
+
+
+def do_nothing(*_: Any, **__: Any) -> None:
+    """Stand in for a call that has no effect here."""
 
 
 @dataclass
@@ -96,8 +109,15 @@ class TorchPatches:
             self._outer = _here.scope
             self._thread_state = _ThreadState()
             if is_inside():
-                _refuse_other_threads()
-            _take_lock()
+                # A thread that a run started cannot wait for that run to end: the run may be waiting for it.
+                if not _LOCK.acquire(blocking=False):
+                    raise InvalidInputError(
+                        "a thread that was started inside a simulated step cannot simulate another one."
+                    )
+                _LOCK.release()
+            # In pieces, so that Ctrl-C, which waits while patches are applied, ends the wait.
+            while not _LOCK.acquire(timeout=0.1):
+                INTERRUPTS.deliver()
             self._mark = len(_applied)
             self._scope = _here.scope = Scope(has_card=is_on_simulated_card())
             _apply(_START_OF_THREADS)
@@ -171,19 +191,6 @@ def card_announced() -> Iterator[None]:
 # What is applied just now, innermost last: how each is undone. Only who holds the lock changes it.
 _applied: list[Callable[[], None]] = []
 _LOCK = threading.RLock()
-
-
-def _take_lock() -> None:
-    # In pieces, so that Ctrl-C, which waits while patches are applied, ends the wait.
-    while not _LOCK.acquire(timeout=0.1):
-        INTERRUPTS.deliver()
-
-
-def _refuse_other_threads() -> None:
-    """A thread that a run started cannot wait for that run to end: the run may be waiting for it."""
-    if not _LOCK.acquire(blocking=False):
-        raise InvalidInputError("a thread that was started inside a simulated step cannot simulate another one.")
-    _LOCK.release()
 
 
 def _undo_to(mark: int) -> None:
@@ -322,7 +329,7 @@ def _class_for_both(before: type, stands_in: type) -> type:
     return Meta(before.__name__, (stands_in,), {"__module__": before.__module__})
 
 
-def _start_inside(thread: threading.Thread) -> None:
+def start_inside(thread: threading.Thread) -> None:
     """Start a thread that is inside of what its starter is inside of."""
     scope, run = _here.scope, thread.run
 
@@ -336,7 +343,7 @@ def _start_inside(thread: threading.Thread) -> None:
 
 
 _start = threading.Thread.start
-_START_OF_THREADS = Patch(threading.Thread, "start", _start_inside)
+_START_OF_THREADS = Patch(threading.Thread, "start", start_inside)
 
 
 class _ThreadState:

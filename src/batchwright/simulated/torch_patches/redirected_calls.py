@@ -16,8 +16,8 @@ Promises:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,10 +28,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from batchwright.errors import CannotTraceError
 from batchwright.simulated.torch_patches.backend import NAME, is_on_card, raising_what_was_taken, refuse_other_cards
 from batchwright.simulated.torch_patches.patches import Patch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 # The old way to name a number format together with a device: `torch.cuda.FloatTensor`, as a type, a name or a call.
 
@@ -140,29 +136,43 @@ def _numbers(value: Any) -> Any:
 
 def modules_move_in_place() -> Iterator[Patch]:
     """Have modules move their fake parameters without swapping them."""
-    yield Patch(nn.Module, "_apply", _in_place(nn.Module._apply))
+
+    def are_fake(held: list[nn.Parameter]) -> bool:
+        # Not real ones, nor those of a model that is being built on meta.
+        return any(isinstance(parameter, FakeTensor) or is_traceable_wrapper_subclass(parameter) for parameter in held)
+
+    yield moving_parameters(move_with_gradient, are_fake)
 
 
-def _in_place(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+def moving_parameters(
+    move_parameter: Callable[[Any, Callable[[Any], Any]], None], are_concerned: Callable[[list[nn.Parameter]], bool]
+) -> Patch:
+    """Have modules that hold such parameters move them, within themselves, by `move_parameter(parameter, function)`."""
+    apply: Callable[..., nn.Module] = nn.Module._apply
+
     def move(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
         held = [parameter for parameter in self._parameters.values() if parameter is not None]
-        if not any(isinstance(parameter, FakeTensor) or is_traceable_wrapper_subclass(parameter) for parameter in held):
-            return apply(self, fn, recurse)  # real ones, or those of a model that is being built on meta
-        if recurse:
-            for module in self.children():
-                module._apply(fn)
+        if not are_concerned(held):
+            return apply(self, fn, recurse)
+        for module in self.children() if recurse else ():
+            module._apply(fn)
         for parameter in held:
-            gradient, parameter.grad = parameter.grad, None
-            _move(parameter, fn)
-            if gradient is not None:
-                _move(gradient, fn)
-            parameter.grad = gradient
+            move_parameter(parameter, fn)
         for name, buffer in self._buffers.items():
             if buffer is not None:
                 self._buffers[name] = fn(buffer)
         return self
 
-    return move
+    return Patch(nn.Module, "_apply", move)
+
+
+def move_with_gradient(parameter: Any, fn: Callable[[Any], Any]) -> None:
+    """Move a parameter that has no memory, and its gradient."""
+    gradient, parameter.grad = parameter.grad, None
+    _move(parameter, fn)
+    if gradient is not None:
+        _move(gradient, fn)
+    parameter.grad = gradient
 
 
 def _move(tensor: Any, fn: Callable[[Any], Any]) -> None:
@@ -183,15 +193,15 @@ def _move(tensor: Any, fn: Callable[[Any], Any]) -> None:
 # `torch.compile` while a card is simulated: the eager module is traced, and a note says so.
 
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
-_NOTE = "the model is compiled; it was traced as eager, and a compiled run may need less"
+COMPILED = "the model is compiled; it was traced as eager, and a compiled run may need less"
 
 
 def compiled_as_eager(note: Callable[[str], None]) -> Iterator[Patch]:
     """Have `torch.compile` and `module.compile` return what they are given."""
 
     def compile_(model: Any = None, **options: Any) -> Any:
-        _refuse_graphs(options)
-        note(_NOTE)
+        refuse_graphs(options)
+        note(COMPILED)
         return (lambda function: function) if model is None else model
 
     def compile_module(self: nn.Module, *_: Any, **options: Any) -> None:
@@ -201,7 +211,8 @@ def compiled_as_eager(note: Callable[[str], None]) -> Iterator[Patch]:
     yield Patch(nn.Module, "compile", compile_module)
 
 
-def _refuse_graphs(options: dict[str, Any]) -> None:
+def refuse_graphs(options: dict[str, Any]) -> None:
+    """Refuse a model that is compiled with CUDA graphs: they keep pools of their own."""
     if options.get("mode") in _WITH_GRAPHS or (options.get("options") or {}).get("triton.cudagraphs"):
         raise CannotTraceError(
             "the model is compiled with CUDA graphs, whose memory pools of their own are not simulated.",

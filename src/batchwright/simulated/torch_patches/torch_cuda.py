@@ -27,19 +27,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from batchwright.catalogue.cards import context_of
+from batchwright.catalogue.cards import Card, context_of
 from batchwright.errors import CannotTraceError
-from batchwright.simulated.allocator.snapshot import History
+from batchwright.simulated.allocator.caching_allocator import CachingAllocator, History
 from batchwright.simulated.operators.autocast import forget_casts
 from batchwright.simulated.torch_patches.backend import NAME
-from batchwright.simulated.torch_patches.patches import Patch
+from batchwright.simulated.torch_patches.patches import Patch, do_nothing, refusing
 from batchwright.simulated.torch_patches.redirected_calls import old_types
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping
-
-    from batchwright.catalogue.cards import Card
-    from batchwright.simulated.allocator.caching_allocator import CachingAllocator
 
 
 # As torch.cuda.memory_stats names them, and as the allocator does. No other stream ever uses a block here, so that
@@ -47,7 +44,7 @@ if TYPE_CHECKING:
 _FAMILIES = {
     "allocated_bytes": "allocated",
     "reserved_bytes": "reserved",
-    "active_bytes": "active",
+    "active_bytes": "allocated",
     "requested_bytes": "requested",
     "inactive_split_bytes": "inactive_split",
     "segment": "num_segments",
@@ -58,6 +55,10 @@ _COUNTS = (
     *("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free"),
     "num_oom_rejections",
 )
+
+
+# Asks for the same as a nested dict, and flattens it.
+_FLATTENED = torch.cuda.memory.memory_stats
 
 
 def memory_answers(card: Card, allocator: CachingAllocator) -> dict[str, Callable[..., Any]]:
@@ -71,12 +72,12 @@ def memory_answers(card: Card, allocator: CachingAllocator) -> dict[str, Callabl
         "max_memory_allocated": lambda device=None: stats.allocated.peak,
         "memory_reserved": lambda device=None: stats.reserved.current,
         "max_memory_reserved": lambda device=None: stats.reserved.peak,
-        "memory_stats": lambda device=None: _memory_stats(allocator),
-        "memory_stats_as_nested_dict": lambda device=None: _nested(_memory_stats(allocator)),
+        "memory_stats": _FLATTENED,
+        "memory_stats_as_nested_dict": lambda device=None: _memory_stats(allocator),
         "memory_summary": lambda device=None, abbreviated=False: _summary(card, allocator),
-        "memory_snapshot": lambda mempool_id=None, include_traces=True: History().snapshot(allocator)["segments"],
+        "memory_snapshot": lambda mempool_id=None, include_traces=True: allocator.segments(),
         "_snapshot": lambda device=None, augment_with_fx_traces=False: History().snapshot(allocator),
-        "reset_peak_memory_stats": lambda device=None: allocator.reset_peaks(),
+        "reset_peak_memory_stats": lambda device=None: stats.reset_peaks(),
         "reset_accumulated_memory_stats": lambda device=None: stats.reset_accumulated(),
         "get_allocator_backend": lambda: "native",
         "empty_cache": allocator.empty_cache,
@@ -90,28 +91,17 @@ def _free(card: Card, allocator: CachingAllocator) -> int:
 
 
 def _summary(card: Card, allocator: CachingAllocator) -> str:
-    lines = [f"{name}: {number:,}" for name, number in _memory_stats(allocator).items()]
+    lines = [f"{name}: {number:,}" for name, number in _FLATTENED().items()]
     return "\n".join([f"{card.product}, simulated", *lines])
 
 
-def _memory_stats(allocator: CachingAllocator) -> dict[str, int]:
-    stats: dict[str, int] = {}
+def _memory_stats(allocator: CachingAllocator) -> dict[str, Any]:
+    counts: dict[str, Any] = {name: getattr(allocator.stats, name) for name in _COUNTS}
     for name, ours in _FAMILIES.items():
-        counter = getattr(allocator.stats, ours)
-        stats[f"{name}.all.current"], stats[f"{name}.all.peak"] = counter.current, counter.peak
-        stats[f"{name}.all.allocated"], stats[f"{name}.all.freed"] = counter.risen, counter.fallen
-    return stats | {name: getattr(allocator.stats, name) for name in _COUNTS}
-
-
-def _nested(stats: dict[str, int]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for name, number in stats.items():
-        *path, last = name.split(".")
-        place = nested
-        for part in path:
-            place = place.setdefault(part, {})
-        place[last] = number
-    return nested
+        one = getattr(allocator.stats, ours)
+        numbers = {"current": one.current, "peak": one.peak, "allocated": one.risen, "freed": one.fallen}
+        counts[name] = {"all": numbers}
+    return counts
 
 
 # The build whose wheels run on every card of the catalogue, from Volta to Blackwell.
@@ -158,22 +148,13 @@ def _refusals(answered: Container[str]) -> Iterator[Patch]:
             is_public = not name.startswith("_") and inspect.isfunction(value) and _asks_library(value)
             is_answered = name in answered or (place is torch.cuda.nccl and name == "version")
             if (is_public or name in _BELONG_TO_LIBRARY) and not is_answered:
-                yield Patch(place, name, _refusal(f"torch.cuda.{name}"))
+                problem = f"torch.cuda.{name} asks the CUDA library or the driver, and this card is simulated."
+                yield Patch(place, name, refusing(problem, "leave that call out of the step that is traced"))
 
 
 def _asks_library(function: Callable[..., Any]) -> bool:
     code: Any = getattr(inspect.unwrap(function), "__code__", None)
     return code is not None and any(name.startswith(_ASKS_LIBRARY) for name in code.co_names)
-
-
-def _refusal(called: str) -> Callable[..., None]:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise CannotTraceError(
-            f"{called} asks the CUDA library or the driver, and this card is simulated.",
-            remedy="leave that call out of the step that is traced",
-        )
-
-    return refuse
 
 
 _FIRST_WITH_BFLOAT16 = (8, 0)
@@ -247,7 +228,7 @@ def answers(card: Card, allocator: CachingAllocator) -> dict[str, Any]:
         gcnArchName="",
     )
     return {
-        **dict.fromkeys(_DOES_NOTHING, _nothing),
+        **dict.fromkeys(_DOES_NOTHING, do_nothing),
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
@@ -289,7 +270,7 @@ def answering_for(card: Card, allocator: CachingAllocator) -> Iterator[Patch]:
     for name in ("mark", "range", "range_pop", "range_push"):
         yield Patch(torch.cuda.nvtx, name, _InOrder)
     yield Patch(torch, "Generator", _GeneratorOnHost)
-    yield Patch(torch.Tensor, "record_stream", _nothing)
+    yield Patch(torch.Tensor, "record_stream", do_nothing)
     yield Patch(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))
     # Where mixed precision is asked about CUDA, the simulated device is meant.
     for name in ("set_autocast_enabled", "is_autocast_enabled", "set_autocast_dtype", "get_autocast_dtype"):
@@ -337,7 +318,3 @@ def _on_the_one_card(self: Any, *args: Any, **kwargs: Any) -> Any:
     """DataParallel scatters over the cards there are: over one it only moves what is not there yet."""
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("cuda"), (args, kwargs))
     return self.module(*args, **kwargs)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass

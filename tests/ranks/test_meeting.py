@@ -6,7 +6,7 @@ import pytest
 
 from batchwright.cli import _run
 from batchwright.errors import InvalidInputError
-from batchwright.ranks.place import Place, is_first_rank, rank_timeout, read_place
+from batchwright.ranks.meeting import Place, is_first_rank, rank_timeout, read_place
 
 LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from batchwright.errors import InvalidInputError
-from batchwright.tuning.throughput import measure_throughput
+from batchwright.tuning.stages import measure_throughput
 from tests.tuning.runs import loss, quick
 
 

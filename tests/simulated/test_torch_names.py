@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import batchwright
+from batchwright import simulated
 from batchwright.errors import UnsupportedTorchError
-from batchwright.simulated.torch_patches import torch_names
-from batchwright.simulated.torch_patches.torch_names import check_torch, has_name
+from batchwright.simulated import check_torch, has_name
 
 ROOT = Path(batchwright.__file__).parent
-PROJECT = Path(__file__).parents[3]
+PROJECT = Path(__file__).parents[2]
 
 
 def dotted(node: ast.AST) -> str:
@@ -51,24 +51,24 @@ def test_what_is_looked_up_first_is_there() -> None:
 
 
 def test_a_torch_without_one_of_them_is_refused_by_its_version_and_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(torch_names.NEEDED, "utils.no_such_module.function", "simulated cards")
+    monkeypatch.setitem(simulated.NEEDED, "utils.no_such_module.function", "simulated cards")
     with pytest.raises(UnsupportedTorchError, match=r"torch \S+ lacks .*\n.*no_such_module.function, for simulated"):
         check_torch.__wrapped__()
 
 
 def test_the_range_is_the_same_wherever_it_is_written() -> None:
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    oldest = torch_names.OLDEST.removesuffix(".0")
+    oldest = simulated.OLDEST.removesuffix(".0")
     assert f"torch>={oldest}" in project["dependencies"]
     python = project["requires-python"].removeprefix(">=")
     assert f"Python {python} or newer, torch {oldest} or newer" in (PROJECT / "README.md").read_text()
     assert f"Python {python} 或更新的版本、torch {oldest} 或更新的版本" in (PROJECT / "README.zh.md").read_text()
     limits = (PROJECT / "docs" / "reference" / "tested.md").read_text()
     assert f"torch {oldest} and newer, Python {python} and newer" in limits
-    assert f"torch=={torch_names.OLDEST} " in (PROJECT / "Makefile").read_text()
+    assert f"torch=={simulated.OLDEST} " in (PROJECT / "Makefile").read_text()
     pinned = re.search(r"^torch==(\S+)$", (PROJECT / "constraints.txt").read_text(), re.M)
     assert pinned is not None
-    for version in (torch_names.OLDEST, pinned[1], torch_names.NEWEST):
+    for version in (simulated.OLDEST, pinned[1], simulated.NEWEST):
         assert version in limits
 
 

@@ -1,0 +1,135 @@
+"""Which options of the user's program set its micro-batch and its accumulation.
+
+Promises:
+- an option is recognised by one run of the command as it is typed, and always named in the answer;
+- an option counts as the one that sets the micro-batch only if the model's inputs follow it;
+- where no option does, the size of the program's own loader is turned, as if another number stood in the program.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from batchwright.errors import InvalidInputError
+from batchwright.scripts.command import ACCUMULATION, LOADER, MICRO_BATCH
+from batchwright.scripts.script_run import ACCUMULATES, is_about_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from typing import Any
+
+    from batchwright.scripts.command import UserCommand
+    from batchwright.scripts.probe import Probes
+    from batchwright.scripts.script import Script
+    from batchwright.scripts.script_run import ScriptRun
+
+_NOT_OF_TRAINING = ("eval", "test", "valid", "val", "infer", "predict")
+
+
+def recognise_option(run: ScriptRun) -> str | None:
+    """Return the option of the program that sets its micro-batch, judged by one run; None if none stands out.
+
+    >>> from batchwright.scripts.script_run import ScriptRun
+    >>> run = ScriptRun(input_shapes=((8, 3),), options={"--batch-size": 8, "--eval-batch-size": 8, "--batch-log": 3})
+    >>> recognise_option(run)
+    '--batch-size'
+    >>> recognise_option(ScriptRun(input_shapes=((16, 3),), loader_batch_sizes=(16, 32)))
+    'DataLoader(batch_size=16)'
+    """
+    sizes = {run.batch_size, *run.loader_batch_sizes}
+    fitting = [name for name, value in run.options.items() if value in sizes and ACCUMULATES not in name.lower()]
+    of_training = [name for name in fitting if not any(word in name.lower() for word in _NOT_OF_TRAINING)]
+    by_inputs = [name for name in of_training if run.options[name] == run.batch_size]
+    candidates = by_inputs or of_training
+    best = min(candidates, key=lambda name: (0 if "size" in name else 1, len(name)), default=None)
+    if best is None and run.batch_size in run.loader_batch_sizes:
+        return f"DataLoader(batch_size={run.batch_size})"
+    return best
+
+
+def recognise_accumulation(run: ScriptRun) -> str | None:
+    """Return the option of the program that sets its accumulation; None if none stands out.
+
+    >>> from batchwright.scripts.script_run import ScriptRun
+    >>> recognise_accumulation(ScriptRun(options={"--batch-size": 8, "--grad-accum": 1}))
+    '--grad-accum'
+    """
+    names = [name for name in run.options if ACCUMULATES in name.lower()]
+    of_value = [name for name in names if run.options[name] == run.accumulation]
+    return min(of_value or names, key=len, default=None)
+
+
+def typed_options(command: UserCommand) -> dict[str, int]:
+    """Return the whole numbers that a command sets and that have to do with a batch, whatever parser reads them.
+
+    >>> from batchwright.scripts.command import read_command
+    >>> typed_options(read_command("BSZ=2 train.py model.layers=2 data.batch_size=8 --bs 4 --accum=2".split()))
+    {'data.batch_size=': 8, '--bs': 4, '--accum': 2, '$BSZ': 2}
+    """
+    options = {}
+    for word, after in pairwise((*command.arguments, "")):
+        name, equals, value = word.partition("=")
+        is_option = name.startswith("-")
+        if is_about_batches(name) and (is_option or equals):
+            number = value if equals else after
+            options[name if is_option else f"{name.lstrip('+')}="] = number
+    environment = {**os.environ, **dict(command.environment)}
+    options |= {f"${name}": value for name, value in environment.items() if is_about_batches(name)}
+    return {name: int(value) for name, value in options.items() if value.isdecimal()}
+
+
+def check_that_it_follows(script: Script, runs: Mapping[int, ScriptRun]) -> None:
+    """Refuse an option that changes nothing: the model must receive what was asked for, or a multiple of it."""
+    option = script.batch_option
+    if option is None:
+        return
+    sizes = {size: run.batch_size for size, run in runs.items() if run.batch_size is not None}
+    if len(sizes) < 2 or len(set(sizes.values())) > 1:
+        return
+    received = next(iter(sizes.values()))
+    raise InvalidInputError(
+        f"{option} changes nothing: the model of {script.name} still receives {received} samples.",
+        details=[f"run with {option} {', '.join(map(str, sorted(sizes)))}"],
+        remedy="{micro_batch} in the place that does",
+    )
+
+
+def with_recognised_options(
+    probes: Probes, wanted: Iterable[str], *, shape: Mapping[str, Any] | None, say: Callable[[str], None]
+) -> tuple[Script, tuple[str, ...]]:
+    """Return the script with the options that are wanted, recognised if it has no place for them, and what was seen."""
+    script = probes.script
+    is_set = {MICRO_BATCH: script.sets_micro_batch, ACCUMULATION: script.sets_accumulation}
+    missing = [name for name in wanted if not is_set[name]]
+    if not missing:
+        return script, ()
+    words = " and its ".join(name.replace("_", "-") for name in missing)
+    say(f"running the program as it is typed, to see which option sets its {words}")
+    command = script.command.fill({MICRO_BATCH: 1, ACCUMULATION: 1, **(shape or {})})
+    run = probes.run(command)
+    run = replace(run, options={**typed_options(command), **run.options})
+    notes = []
+    for name in missing:
+        option = recognise_option(run) if name == MICRO_BATCH else recognise_accumulation(run)
+        if option is None:
+            seen = ", ".join(f"{option} {value}" for option, value in run.options.items()) or "none"
+            raise InvalidInputError(
+                f"no option of {script.name} stands out as its {name.replace('_', '-')}; the model receives "
+                f"{run.batch_size} samples.",
+                details=[f"options that have to do with a batch: {seen}"],
+                remedy=f"{{{name}}} in its place, as in --{name.replace('_', '-')} {{{name}}}",
+            )
+        if name == MICRO_BATCH:
+            script = replace(script, batch_option=option)
+            notes.append(
+                f"no option sets the micro-batch: the {option} of the program was given other sizes"
+                if LOADER.fullmatch(option)
+                else f"{option} of the program sets its micro-batch: the model's inputs follow it"
+            )
+        else:
+            script = replace(script, accumulation_option=option)
+            notes.append(f"{option} of the program sets its accumulation")
+    return script, tuple(notes)

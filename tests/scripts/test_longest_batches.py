@@ -1,0 +1,98 @@
+"""Probes see the longest batches of a program's loaders, or a note says that they do not."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+
+from batchwright.scripts.longest_batches import LongestBatches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+
+
+class Samples(Dataset[torch.Tensor]):
+    """Samples of the given lengths, each of its own number; how often they are read is counted."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths, self.num_read = lengths, 0
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.num_read += 1
+        return torch.full((self.lengths[index],), index)
+
+
+class Stream(IterableDataset[int]):
+    """A stream has no order to change."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+def as_lists(samples: list[Any]) -> list[list[int]]:
+    return [sample.tolist() for sample in samples]
+
+
+def lengths_of(loader: Any) -> list[list[int]]:
+    return [[len(sample) for sample in batch] for batch in loader]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_longest_come_first_and_every_sample_once(tmp_path: Path, num_workers: int) -> None:
+    notes: dict[str, None] = {}
+    loader = DataLoader(Samples(LENGTHS), 2, shuffle=True, collate_fn=as_lists, num_workers=num_workers)
+    LongestBatches(tmp_path / "lengths.json", notes).lead(loader)
+    batches = lengths_of(loader)
+    assert batches[:3] == [[9, 8], [6, 5], [5, 5]]
+    assert sorted(length for batch in batches for length in batch) == sorted(LENGTHS)
+    assert list(notes) == ["the longest of 12 samples were probed first"]
+
+
+def test_what_one_probe_read_the_next_one_knows(tmp_path: Path) -> None:
+    first, second = Samples(LENGTHS), Samples(LENGTHS)
+    LongestBatches(tmp_path / "lengths.json", {}).lead(DataLoader(first, 2, collate_fn=as_lists))
+    loader = DataLoader(second, 4, collate_fn=as_lists)
+    LongestBatches(tmp_path / "lengths.json", {}).lead(loader)
+    assert first.num_read > 0
+    assert second.num_read == 0
+    assert lengths_of(loader)[0] == [9, 8, 6, 5]
+
+
+def test_equal_samples_keep_their_order_and_the_random_numbers_are_the_programs(tmp_path: Path) -> None:
+    notes: dict[str, None] = {}
+    order = []
+    for is_led in (False, True):
+        torch.manual_seed(0)
+        random.seed(0)
+        loader = DataLoader(Samples([5] * 12), 2, shuffle=True, collate_fn=as_lists)
+        if is_led:
+            LongestBatches(tmp_path / "lengths.json", notes).lead(loader)
+        order.append([sample[0] for batch in loader for sample in batch] + [random.randrange(100)])
+    assert order[0] == order[1]
+    assert notes == {}
+
+
+def test_what_cannot_be_reordered_is_noted(tmp_path: Path) -> None:
+    notes: dict[str, None] = {}
+    longest = LongestBatches(tmp_path / "lengths.json", notes)
+    longest.lead(DataLoader(Stream(), 2))
+
+    class ByBucket(BatchSampler):
+        """Groups samples by a rule of its own."""
+
+    samples = Samples(LENGTHS)
+    longest.lead(DataLoader(samples, batch_sampler=ByBucket(SequentialSampler(samples), 2, False), collate_fn=as_lists))
+    assert list(notes) == [
+        "a stream of samples cannot be reordered: its first batches were probed",
+        "samples differ in length, and ByBucket groups them: its first batches were probed",
+    ]
