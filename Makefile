@@ -48,9 +48,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 tests: $(VENV)/.ready-to-test
 	$(PYTEST) -m "not slow"
 
-# Those marked slow too: each repeats at length what a shorter test beside it shows.
+# Those marked slow too: each repeats at length what a shorter test beside it shows; and properties on new examples.
 test-all: test
-	$(PYTEST) -m slow
+	$(PYTEST) --hypothesis-profile new-examples -m "slow or hypothesis"
 
 # The ends of the range that pyproject.toml declares, each in an environment of its own, without constraints. The core is
 # what leans on torch most (private names, kernels, patches, hooks, the state of models and optimizers) and imports no
@@ -59,9 +59,9 @@ CORE := $(addprefix tests/accumulate/test_, micro_batches.py precise.py step.py 
   $(addprefix tests/device/test_, counted_bytes.py step.py) \
   $(addprefix tests/memory/test_, on_card.py) \
   $(addprefix tests/noise/capture/test_, halves.py own_loop.py) \
-  $(addprefix tests/simulated/test_, card.py) \
+  $(addprefix tests/simulated/test_, card.py torch_names.py) \
   $(addprefix tests/simulated/operators/test_, attention.py autocast.py) \
-  $(addprefix tests/simulated/torch_patches/test_, patches.py redirected_calls.py torch_names.py) \
+  $(addprefix tests/simulated/torch_patches/test_, patches.py redirected_calls.py) \
   $(addprefix tests/state/test_, kept_state.py untouched.py) \
   $(addprefix tests/trace/test_, attention_workspace.py cpu_kernels.py cpu_workspaces.py gradient_adds.py host_batches.py \
     outside_tensors.py trace.py)

@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# How long an example takes on a shared machine says nothing of the code.
-settings.register_profile("batchwright", deadline=None)
-settings.load_profile("batchwright")
+# How long an example takes on a shared machine says nothing of the code. The same code gets the same examples, so that
+# a failure repeats; `make test-all` draws new ones.
+settings.register_profile("new-examples", deadline=None)
+settings.register_profile("same-examples", deadline=None, derandomize=True)
+settings.load_profile("same-examples")
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and tests of it send it to themselves.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
