@@ -169,7 +169,8 @@ def test_the_scratch_of_a_product_too_large_to_run_is_about_what_it_takes(
     real = record_allocations(lambda: _aten.mm.default(left, right))
     predicted = allocations_of(_aten.mm.default, (left, right))
     assert sum(predicted) == sum(real)
-    # Which tiles oneDNN chooses is not known of every shape: 1.3 % of the tensors was the worst of 115 random ones.
+    # Which tiles oneDNN chooses is not known of every shape: with AVX512 1.3 % of the tensors was the worst of 115 random
+    # ones that are too large to run, with AMX, where more of them run, 0.6 % of 24.
     tensors = left.nbytes + right.nbytes + sum(real)
     assert temporary_bytes(predicted) == pytest.approx(temporary_bytes(real), abs=0.02 * tensors)
 

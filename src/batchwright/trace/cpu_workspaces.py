@@ -81,8 +81,9 @@ def _tile(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
 
 # So much of an activation is worth running for real: some ten milliseconds of a kernel.
 CHEAP_BYTES = 2 * 2**20
-# Likewise in multiplications: for a kernel of oneDNN, for a BLAS, and for torch's own loops over 16-bit types.
-CHEAP_PRODUCTS_OF_ONEDNN, CHEAP_PRODUCTS, CHEAP_PRODUCTS_OF_A_LOOP = 2**32, 2**26, 2**21
+# Likewise in multiplications: for oneDNN on a processor that multiplies tiles (AMX) and without, for a BLAS, and for
+# torch's own loops over 16-bit types.
+CHEAP_PRODUCTS_IN_TILES, CHEAP_PRODUCTS_OF_ONEDNN, CHEAP_PRODUCTS, CHEAP_PRODUCTS_OF_A_LOOP = 2**35, 2**32, 2**26, 2**21
 # To write a byte of memory takes as long as so many multiplications, and there may not be that many bytes.
 _PRODUCTS_OF_A_BYTE = 2**6
 _LSTM, _LSTM_BACKWARD = _aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default
@@ -348,7 +349,8 @@ class _Question:
         if self.func in _ALWAYS:
             return CHEAP_BYTES
         if self._is_onednns():
-            return CHEAP_PRODUCTS_OF_ONEDNN
+            is_in_tiles = self._operand().dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+            return CHEAP_PRODUCTS_IN_TILES if is_in_tiles else CHEAP_PRODUCTS_OF_ONEDNN
         is_fast = self._operand().dtype in (torch.float32, torch.float64)
         return CHEAP_PRODUCTS if is_fast else CHEAP_PRODUCTS_OF_A_LOOP
 
@@ -385,7 +387,9 @@ class _Question:
             able = [i for i in range(len(small)) if self._can_shrink(i, small[i], lengths[i])]
             if not able:
                 break
-            longest = max(able, key=lambda i: small[i] / self._smallest(i))
+            # The inner length last: beyond some of it a kernel sums in another way.
+            outer = [i for i in able if self.func not in _PRODUCTS or i != len(small) - 2]
+            longest = max(outer or able, key=lambda i: small[i] / self._smallest(i))
             small[longest] = self.next_below(longest, small[longest], lengths[longest])
         return tuple(small)
 
@@ -457,7 +461,7 @@ def _recorded(
         args = [_example(signature) for signature in signatures]
         kwargs = {name: _example(signature) for name, signature in named}
         if func is _LSTM_BACKWARD:
-            args[_WORKSPACE] = _workspace_for(args)
+            args[_WORKSPACE] = workspace_for(args)
         if func is _GROUPED_MM and len(args) > _OFFSETS and args[_OFFSETS] is not None:
             args[_OFFSETS] = _even_offsets(args[0], args[1], args[_OFFSETS])
         if kwargs.get("offs") is not None:
@@ -472,7 +476,8 @@ def _even_offsets(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor
     return torch.tensor([total * (i + 1) // groups for i in range(groups)], dtype=offsets.dtype)
 
 
-def _workspace_for(backward: Sequence[Any]) -> torch.Tensor:
+def workspace_for(backward: Sequence[Any]) -> torch.Tensor:
+    """Run the forward of an LSTM layer for the arguments of its backward, and return what it keeps for that."""
     tensors, (reverse, mode, hidden, layers, biases, train, both, batch_sizes, batch_first) = (
         backward[:7],
         backward[13:_WORKSPACE],
