@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 
 from batchwright import cli
+from batchwright.state.process_state import freeze_old_objects, thaw_objects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +23,21 @@ settings.load_profile("same-examples")
 # A shell that starts the tests in the background has them ignore Ctrl-C, and tests of it send it to themselves.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Every question collects garbage, and to look through all that the tests import takes most of a test's time."""
+    import torch._dynamo  # noqa: F401 - the first probe would
+
+    freeze_old_objects()
+
+
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    """Run a test as a process would that has frozen nothing."""
+    thaw_objects()
+    yield
+    freeze_old_objects()
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,9 @@ from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.fitting.find_batch_size import keep_effective_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2 GiB"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def collect_only_what_is_new() -> Iterator[None]:
-    """Each probe collects garbage several times, and looking through all of torch for it takes most of a test's time."""
-    import torch._dynamo  # noqa: F401 - the first probe would
-
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def limited(limit: int) -> Callable[[int], int]:
@@ -591,22 +581,20 @@ def test_a_live_model_is_inside_the_budget() -> None:
         train()
 
 
+@pytest.mark.usefixtures("unfrozen")
 @pytest.mark.parametrize("was_frozen", [True, False])
 def test_garbage_is_looked_for_among_new_objects_only_and_only_while_probing(was_frozen: bool) -> None:
-    frozen: list[int] = []
+    is_frozen: list[bool] = []
 
     @bw.find_batch_size(starting_batch_size=1, limit=1)
     def train(batch_size: int) -> None:
-        frozen.append(gc.get_freeze_count())
+        is_frozen.append(gc.get_freeze_count() > 0)
 
-    before = gc.get_freeze_count()
-    assert before > 0
-    if not was_frozen:
-        gc.unfreeze()
+    if was_frozen:
+        gc.freeze()
     try:
         train()
+        assert is_frozen == [True, was_frozen]
+        assert (gc.get_freeze_count() > 0) == was_frozen
     finally:
-        after = gc.get_freeze_count()
-        gc.freeze()
-    assert frozen[0] > 0
-    assert frozen[1] == after == (before if was_frozen else 0)
+        gc.unfreeze()

@@ -107,7 +107,7 @@ class Live:
             "modes": [module.training for module in self.model.modules()],
             "kinds": [type(tensor).__name__ for tensor in (*parameters, *self.model.buffers())],
             "random": [torch.get_rng_state().sum().item(), random.getstate()],
-            "process": [sys.excepthook, gc.isenabled(), gc.get_freeze_count(), signal.getsignal(signal.SIGINT)],
+            "process": [sys.excepthook, gc.isenabled(), gc.get_freeze_count() > 0, signal.getsignal(signal.SIGINT)],
         }
 
 
@@ -513,6 +513,7 @@ class TestInterrupts:
             assert len(handler) == 2
         assert signal.getsignal(signal.SIGINT) is own
 
+    @pytest.mark.usefixtures("unfrozen")
     def test_what_the_step_sets_for_the_process_is_put_back(self) -> None:
         hook, folder, dtype = sys.excepthook, os.getcwd(), torch.get_default_dtype()
         with untouched():
@@ -528,6 +529,7 @@ class TestInterrupts:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert not torch_optimizer._global_optimizer_post_hooks
 
+    @pytest.mark.usefixtures("unfrozen")
     @pytest.mark.parametrize("was_frozen", [True, False])
     def test_garbage_is_looked_for_among_new_objects_only(self, was_frozen: bool) -> None:
         if was_frozen:

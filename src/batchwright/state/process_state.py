@@ -316,7 +316,7 @@ class ProcessState:
             (gc.enable if self._is_collecting else gc.disable)()
         # Somebody who has frozen objects does not want them thawed.
         if not self._was_frozen:
-            _thaw()
+            thaw_objects()
         for number, handler in self._signals.items():
             # One that was not installed from Python cannot be installed again.
             if handler is not None and signal.getsignal(number) is not handler:
@@ -350,7 +350,8 @@ def freeze_old_objects(generation: int = 2) -> bool:
     return True
 
 
-def _thaw() -> None:
+def thaw_objects() -> None:
+    """Undo `freeze_old_objects`."""
     global _has_frozen
     gc.unfreeze()
     _has_frozen = False
@@ -369,7 +370,7 @@ def cheap_collections() -> Iterator[None]:
         yield
     finally:
         if is_ours:
-            _thaw()
+            thaw_objects()
 
 
 def _settings() -> Iterator[Setting]:
