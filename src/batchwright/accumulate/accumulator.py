@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ import torch
 from batchwright.accumulate.boundary import Boundary
 from batchwright.accumulate.micro_batches import (
     CountingSampler,
+    LossTerm,
     ReadAhead,
     Totals,
     WindowSizes,
@@ -33,7 +34,7 @@ from batchwright.accumulate.micro_batches import (
 )
 from batchwright.accumulate.ranks import check_data_parallel, find_parallelism
 from batchwright.accumulate.weights import TrainedWeights, check_construction
-from batchwright.accumulate.windows import Windows
+from batchwright.accumulate.windows import Step, Windows, WindowWatcher
 from batchwright.device.batches import clear_num_samples, cut, num_samples
 from batchwright.device.outcome import is_out_of_memory
 from batchwright.errors import InvalidInputError
@@ -41,12 +42,7 @@ from batchwright.state.process_state import random_sources
 from batchwright.units import as_list, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
     from torch import nn
-
-    from batchwright.accumulate.micro_batches import LossTerm
-    from batchwright.accumulate.windows import Step, WindowWatcher
 
 
 _REMEDY = "a batch whose tensors all begin with its samples, and what they share (class weights, a mask) kept out of it"

@@ -17,6 +17,7 @@ import torch
 
 from batchwright.accumulate.weights import (
     NARROW,
+    TrainedWeights,
     WideShares,
     put_back,
     round_once,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from batchwright.accumulate.ranks import Parallelism
-    from batchwright.accumulate.weights import TrainedWeights
 
 
 CLIP_LISTENER: ContextVar[Callable[[list[Any]], None] | None] = ContextVar("CLIP_LISTENER", default=None)

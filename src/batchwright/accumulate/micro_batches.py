@@ -11,18 +11,15 @@ Promises:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from batchwright.device.batches import clear_num_samples, cut, num_samples
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened, whole_number
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 Reduction = str
 REDUCTIONS: tuple[Reduction, ...] = ("units", "samples", "window")

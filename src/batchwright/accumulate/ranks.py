@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from batchwright.accumulate.micro_batches import REDUCTIONS, Reduction, Totals
+from batchwright.accumulate.micro_batches import REDUCTIONS, MicroBatch, ReadAhead, Reduction, Totals
 from batchwright.errors import BatchwrightError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from batchwright.accumulate.micro_batches import MicroBatch, ReadAhead
     from batchwright.accumulate.windows import OpenWindow, WeightedMean
 
 

@@ -13,26 +13,29 @@ Promises:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.accumulate.micro_batches import CountingSampler, Totals
-from batchwright.accumulate.ranks import exchange
+from batchwright.accumulate.micro_batches import (
+    CountingSampler,
+    LossTerm,
+    MicroBatch,
+    ReadAhead,
+    Reduction,
+    Totals,
+    WindowSizes,
+)
+from batchwright.accumulate.ranks import Parallelism, Planned, Used, exchange
 from batchwright.errors import InvalidInputError
 from batchwright.printed_result import PrintedLine
 from batchwright.units import shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
     from batchwright.accumulate.boundary import Boundary
-    from batchwright.accumulate.micro_batches import LossTerm, MicroBatch, ReadAhead, Reduction, WindowSizes
-    from batchwright.accumulate.ranks import Parallelism, Planned, Used
 
 
 @dataclass

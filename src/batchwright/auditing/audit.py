@@ -41,7 +41,7 @@ from batchwright.auditing.causes import (
     without_clip_by_hand,
 )
 from batchwright.auditing.gradients import Gradient, compare_modules
-from batchwright.auditing.loop_recorder import record_window
+from batchwright.auditing.loop_recorder import RecordedWindow, record_window
 from batchwright.device.step import build_optimizers, needing_larger_micro_batches
 from batchwright.errors import InvalidInputError
 from batchwright.state.process_state import kept_random_state
@@ -52,7 +52,6 @@ from batchwright.units import shortened, whole_number
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from batchwright.auditing.loop_recorder import RecordedWindow
     from batchwright.workload import Workload
 
 

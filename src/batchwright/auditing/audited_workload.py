@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from abc import ABC, abstractmethod
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from batchwright.accumulate.micro_batches import counted_micro_batch
 from batchwright.accumulate.weights import batch_norms, weights_held_by
 from batchwright.auditing.audit_result import MEAN_OF_PARTS, TOLERANCES, Compared
 from batchwright.auditing.gradients import Gradient, combine, named_weights
-from batchwright.auditing.loop_recorder import plain_window, record_windows
+from batchwright.auditing.loop_recorder import RecordedWindow, plain_window, record_windows
 from batchwright.auditing.overrides import frozen_statistics, without_autocast, without_dropout
 from batchwright.device.batches import cut, make_batch, move_batch
 from batchwright.device.step import (
@@ -38,11 +38,9 @@ from batchwright.units import as_list, counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import nn
 
-    from batchwright.auditing.loop_recorder import RecordedWindow
     from batchwright.workload import Workload
 
 

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import BatchwrightError, InvalidInputError
-from batchwright.integrations.trackers import WASTE, batch_metrics, configured_metrics, tracker_for
+from batchwright.integrations.trackers import WASTE, Tracker, batch_metrics, configured_metrics, tracker_for
 from batchwright.noise.noise_scale import NoiseScale
 from batchwright.report.text.audit_text import summarize_audit
 from batchwright.units import positive_number, whole_number
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from batchwright.auditing.audit_result import Audit
-    from batchwright.integrations.trackers import Tracker
     from batchwright.planning.critical_batch import CriticalBatch
 
 

@@ -21,7 +21,7 @@ import torch
 from batchwright.accumulate.accumulator import Accumulator
 from batchwright.accumulate.weights import batch_norms, check_same_weights
 from batchwright.errors import InvalidInputError
-from batchwright.noise.capture.leaves import square
+from batchwright.noise.capture.leaves import Weights, square
 from batchwright.noise.capture.own_loop import OwnLoop
 from batchwright.noise.capture.watched_windows import (
     PROBE_TOLERANCES,
@@ -31,12 +31,10 @@ from batchwright.noise.capture.watched_windows import (
     RanksAlike,
     WatchedWindows,
 )
-from batchwright.noise.track import Squares, Track, ratio
+from batchwright.noise.track import HistoryPoint, Squares, Track, ratio
 from batchwright.units import as_list, counted, shortened, whole_number
 
 if TYPE_CHECKING:
-    from batchwright.noise.capture.leaves import Weights
-    from batchwright.noise.track import HistoryPoint
     from batchwright.planning.critical_batch import CriticalBatch
 
 

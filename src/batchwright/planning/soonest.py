@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,6 @@ from batchwright.printed_result import PrintedResult
 from batchwright.units import LARGEST_COUNT, counted, positive_seconds, shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from rich.console import RenderableType
 
 _AS_GOOD = 1.05

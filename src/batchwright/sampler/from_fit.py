@@ -17,7 +17,7 @@ import numpy as np
 
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.fitting.fit import fit as run_fit
-from batchwright.fitting.fit_result import limited_peak
+from batchwright.fitting.fit_result import Fit, limited_peak
 from batchwright.sampler.cost import BatchCost
 from batchwright.sampler.lengths import gather_lengths
 from batchwright.sampler.resume import read_rank
@@ -26,7 +26,6 @@ from batchwright.units import counted, format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from batchwright.fitting.fit_result import Fit
     from batchwright.sampler.token_batch_sampler import TokenBatchSampler
 
 

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchwright.errors import InvalidInputError
-from batchwright.sampler.epoch_plan import Mixing, cut_epoch, plan_epoch
+from batchwright.sampler.epoch_plan import CutOrder, EpochPlan, Mixing, cut_epoch, plan_epoch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from batchwright.sampler.cost import Budget
-    from batchwright.sampler.epoch_plan import CutOrder, EpochPlan
 
     Numbers = npt.NDArray[np.int64]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchwright.errors import InvalidInputError
-from batchwright.sampler.epoch_plan import EpochPlan, Mixing, cut_epoch, plan_epoch, rounds_of_every_epoch
+from batchwright.sampler.epoch_plan import EpochPlan, FirstEpoch, Mixing, cut_epoch, plan_epoch, rounds_of_every_epoch
 from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from batchwright.sampler.cost import Budget
-    from batchwright.sampler.epoch_plan import FirstEpoch
 
     Numbers = npt.NDArray[np.int64]
 

@@ -9,7 +9,7 @@ Promises:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from batchwright.errors import InvalidInputError
 from batchwright.sampler.cost import BatchCost, Budget, select_usable
-from batchwright.sampler.epoch_plan import FirstEpoch, cut_epoch
+from batchwright.sampler.epoch_plan import EpochPlan, FirstEpoch, cut_epoch
 from batchwright.sampler.lengths import gather_lengths
 from batchwright.sampler.mixing import choose_mixing
 from batchwright.sampler.resume import (
@@ -32,13 +32,11 @@ from batchwright.sampler.stats import SamplerStats, summarize_epoch
 from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     import numpy.typing as npt
 
     from batchwright.fitting.fit_result import Fit
-    from batchwright.sampler.epoch_plan import EpochPlan
 
 
 class StepWindows:

@@ -15,20 +15,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from batchwright.errors import BatchwrightError, NotExpressibleError
-from batchwright.planning.critical_batch import figure
+from batchwright.planning.critical_batch import CriticalBatch, figure
 from batchwright.planning.dialects import FRAMEWORKS
 from batchwright.planning.learning_rate import RecommendedRate, rate_by_rule, rate_from_branches
-from batchwright.planning.plan import plan
+from batchwright.planning.plan import Plan, plan
 from batchwright.planning.soonest import StepSeconds, TimeToLoss
-from batchwright.tuning.run_file import Measured
+from batchwright.tuning.run_file import Measured, Run
 from batchwright.units import LARGEST_COUNT, counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from batchwright.planning.critical_batch import CriticalBatch
-    from batchwright.planning.plan import Plan
-    from batchwright.tuning.run_file import Run
     from batchwright.tuning.tune import TuneRequest
 
 # The curve of the report goes so many doublings to either side of the answer.

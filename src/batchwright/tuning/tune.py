@@ -28,7 +28,7 @@ from batchwright.scripts.script import Script
 from batchwright.targets import Target, is_from_users_code, load_workload, users_traceback_text
 from batchwright.tuning import script_stages, stages
 from batchwright.tuning.recommendation import advise_run
-from batchwright.tuning.run_file import Measured, is_done, new_run, read_run_to_resume, write_run
+from batchwright.tuning.run_file import Measured, Run, Section, is_done, new_run, read_run_to_resume, write_run
 from batchwright.units import parse_bytes, shortened, whole_number
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from batchwright.tuning.run_file import Run, Section
     from batchwright.workload import Workload
 
     Say = Callable[[str], None]

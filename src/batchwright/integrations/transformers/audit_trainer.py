@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchwright.auditing.audit import audit_subject
-from batchwright.auditing.audit_result import TOLERANCES
+from batchwright.auditing.audit_result import TOLERANCES, Audit
 from batchwright.auditing.audited_workload import AuditSubject
 from batchwright.auditing.gradients import Gradient, comparison_dtype, named_weights
 from batchwright.auditing.loop_recorder import RecordedWindow
@@ -27,8 +27,6 @@ from batchwright.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from batchwright.auditing.audit_result import Audit
 
 
 class _AtTheStep(BaseException):

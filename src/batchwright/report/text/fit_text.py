@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchwright.fitting.fit_result import limited_peak, name_shape
-from batchwright.report.display import draw_table, or_dash
+from batchwright.fitting.fit_result import Fit, NextSize, limited_peak, name_shape
+from batchwright.report.display import Columns, draw_table, or_dash
 from batchwright.report.text.plan_text import summarize_plan
 from batchwright.units import counted, format_bytes
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from batchwright.device.outcome import Outcome
-    from batchwright.fitting.fit_result import Fit, NextSize
-    from batchwright.report.display import Columns
 
 
 def summarize_fit(fit: Fit) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from batchwright.report.display import draw_table, or_dash, table_lines
+from batchwright.report.display import Columns, draw_table, or_dash, table_lines
 from batchwright.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from batchwright.memory.estimate_result import Estimate, EveryCard
     from batchwright.memory.recommend import Answer, Recommendation
-    from batchwright.report.display import Columns
 
 
 _BAR_WIDTH = 40

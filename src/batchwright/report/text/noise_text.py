@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from batchwright.planning.critical_batch import figure, steps_over_minimum
+from batchwright.planning.critical_batch import CriticalBatch, figure, steps_over_minimum
 from batchwright.report.display import draw_table
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from batchwright.noise.branches import MeasuredCriticalBatch
     from batchwright.noise.noise_result import NoiseRun
-    from batchwright.planning.critical_batch import CriticalBatch
     from batchwright.planning.soonest import BestBatch
 
 

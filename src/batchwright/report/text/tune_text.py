@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchwright.report.display import draw_table, or_dash
+from batchwright.report.display import Columns, draw_table, or_dash
 from batchwright.report.page.run_reading import in_one_line
 
 if TYPE_CHECKING:
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from batchwright.report.display import Columns
     from batchwright.tuning.tune import Tuned
 
 
