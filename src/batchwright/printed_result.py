@@ -8,9 +8,9 @@ Promises:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import importlib
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from batchwright.units import shortened
 
@@ -27,7 +27,7 @@ class PrintedLine:
         return text_to_html(str(self))
 
 
-class PrintedResult(ABC):
+class PrintedResult:
     """A result that prints itself; a dataclass that inherits from it is made with `repr=False`.
 
     >>> class Answer(PrintedResult):
@@ -43,9 +43,15 @@ class PrintedResult(ABC):
     in_repr: ClassVar[tuple[str, ...]]
     """The attributes that `repr` shows."""
 
-    @abstractmethod
+    drawn_by: ClassVar[str]
+    """The function of `report/text` that draws it, as `module.function`: report/ stands above, so it loads late."""
+
     def __rich__(self) -> RenderableType:
         """Return what is printed."""
+        module, function = self.drawn_by.split(".")
+        draw: Any = getattr(importlib.import_module(f"batchwright.report.text.{module}"), function)
+        drawn: RenderableType = draw(self)
+        return drawn
 
     def __str__(self) -> str:
         from batchwright.report.display import render_plain

@@ -16,8 +16,6 @@ from batchwright.units import finite
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import RenderableType
-
 
 TOLERANCES = {"fp32": 1e-5, "fp64": 1e-10}
 BIG_BATCH = "the big batch"
@@ -90,6 +88,7 @@ class Audit(PrintedResult):
     """The verdict on one training step: all splits, the worst of them in figures, and the likely cause."""
 
     in_repr = ("name", "exact", "ratio", "relative_error", "cause")
+    drawn_by = "audit_text.draw_audit"
 
     name: str
     what: str
@@ -191,8 +190,3 @@ class Audit(PrintedResult):
             ],
             "notes": list(self.notes),
         }
-
-    def __rich__(self) -> RenderableType:
-        from batchwright.report.text.audit_text import draw_audit
-
-        return draw_audit(self)

@@ -16,8 +16,6 @@ from batchwright.printed_result import PrintedResult
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rich.console import RenderableType
-
     from batchwright.device.outcome import Outcome
     from batchwright.planning.plan import Plan
     from batchwright.units import PeakBytes
@@ -60,6 +58,7 @@ class Fit(PrintedResult):
     """The largest micro-batch that fits on a device, certified by having run."""
 
     in_repr = ("name", "on", "micro_batch", "limit", "certified")
+    drawn_by = "fit_text.draw_fit"
 
     name: str
     on: str
@@ -157,11 +156,6 @@ class Fit(PrintedResult):
             "plan": None,
         }
         return Fit(**{**named, **read})
-
-    def __rich__(self) -> RenderableType:
-        from batchwright.report.text.fit_text import draw_fit
-
-        return draw_fit(self)
 
 
 def name_shape(shape: Mapping[str, Any]) -> str:

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 from batchwright.printed_result import PrintedResult
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from batchwright.units import PeakBytes
 
 
@@ -75,6 +73,7 @@ class Estimate(PrintedResult):
     """The peak of a step and where it comes from."""
 
     in_repr = ("name", "micro_batch", "on", "peak", "limit_bytes", "max_micro_batch", "fits")
+    drawn_by = "memory_text.draw_estimate"
 
     name: str
     micro_batch: int
@@ -110,11 +109,6 @@ class Estimate(PrintedResult):
             data[key] = list(data[key])
         return {"schema": 1, **data}
 
-    def __rich__(self) -> RenderableType:
-        from batchwright.report.text.memory_text import draw_estimate
-
-        return draw_estimate(self)
-
 
 @dataclass(frozen=True)
 class CardRow:
@@ -134,6 +128,7 @@ class EveryCard(PrintedResult):
     """The cards of the catalogue, the smallest that takes the step first."""
 
     in_repr = ("name", "micro_batch", "fits")
+    drawn_by = "memory_text.draw_cards"
 
     name: str
     micro_batch: int
@@ -148,8 +143,3 @@ class EveryCard(PrintedResult):
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as plain data, the same as `batchwright estimate --on all --json` prints."""
         return {"schema": 1, **asdict(self), "rows": [asdict(row) for row in self.rows]}
-
-    def __rich__(self) -> RenderableType:
-        from batchwright.report.text.memory_text import draw_cards
-
-        return draw_cards(self)

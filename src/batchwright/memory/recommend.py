@@ -23,8 +23,6 @@ from batchwright.units import LARGEST_COUNT, format_bytes, one_of, parse_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from rich.console import RenderableType
-
 
 # A rule of thumb that people use. It knows nothing of the sequence length, the weights or the way of tuning, which is
 # why it only stands beside a computed answer. The numbers are the rule's own: gigabytes per sample by size, a factor by
@@ -112,6 +110,7 @@ class Recommendation(PrintedResult):
     """
 
     in_repr = ("task", "tuning", "seq_len", "precision", "fits")
+    drawn_by = "memory_text.draw_recommendation"
 
     task: str
     tuning: str
@@ -140,11 +139,6 @@ class Recommendation(PrintedResult):
         answers = [{**asdict(answer), **settings} for answer in self.answers]
         single = answers[0] if len(answers) == 1 else {}
         return {"schema": 1, "source": "formula", **settings, **single, "fits": self.fits, "answers": answers}
-
-    def __rich__(self) -> RenderableType:
-        from batchwright.report.text.memory_text import draw_recommendation
-
-        return draw_recommendation(self)
 
 
 def recommend(

@@ -44,8 +44,6 @@ from batchwright.units import counted, shortened, whole_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from rich.console import RenderableType
-
     from batchwright.workload import Workload
 
     Curve = list[tuple[int, float]]
@@ -73,6 +71,7 @@ class MeasuredCriticalBatch(PrintedResult):
     """The critical batch from the steps-examples curve, beside the noise scale that stands in for it."""
 
     in_repr = ("critical_batch", "noise_scale", "target_loss")
+    drawn_by = "noise_text.draw_branches"
 
     critical_batch: CriticalBatch
     min_steps: float
@@ -131,11 +130,6 @@ class MeasuredCriticalBatch(PrintedResult):
             ],
             "notes": list(self.notes),
         }
-
-    def __rich__(self) -> RenderableType:
-        from batchwright.report.text.noise_text import draw_branches
-
-        return draw_branches(self)
 
 
 def steps_to(target: float, curve: Sequence[tuple[int, float]]) -> float | None:

@@ -37,8 +37,6 @@ from batchwright.units import counted, finite, whole_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rich.console import RenderableType
-
     from batchwright.planning.soonest import BestBatch
 
 
@@ -215,6 +213,7 @@ class NoiseRun(PrintedResult):
     """A short training run, and what its gradients say of the batch in use."""
 
     in_repr = ("name", "critical_batch", "effective_batch", "steps")
+    drawn_by = "noise_text.draw_noise"
 
     name: str
     critical_batch: CriticalBatch
@@ -273,8 +272,3 @@ class NoiseRun(PrintedResult):
             "skipped": dict(self.skipped or {}),
             "notes": list(self.notes),
         }
-
-    def __rich__(self) -> RenderableType:
-        from batchwright.report.text.noise_text import draw_noise
-
-        return draw_noise(self)

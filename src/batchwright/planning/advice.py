@@ -22,8 +22,6 @@ from batchwright.units import one_of, whole_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rich.console import RenderableType
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -197,6 +195,7 @@ class Advice(PrintedResult):
     """
 
     in_repr = ("problem",)
+    drawn_by = "plan_text.draw_advice"
 
     problem: str
     before: Setting
@@ -224,11 +223,6 @@ class Advice(PrintedResult):
             "further": list(self.further),
             "learning_rate_rule": asdict(self.rule),
         }
-
-    def __rich__(self) -> RenderableType:
-        from batchwright.report.text.plan_text import draw_advice
-
-        return draw_advice(self)
 
 
 def advise(

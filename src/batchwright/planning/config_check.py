@@ -15,17 +15,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchwright.errors import InvalidInputError, import_extra
 from batchwright.planning.split import largest_divisor
 from batchwright.printed_result import PrintedResult
 from batchwright.units import counted, shortened, whole_number
 from batchwright.user_files import read_text
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 
 Config = dict[str, Any]
 """A training configuration, as its file holds it."""
@@ -251,6 +247,7 @@ class ConfigCheck(PrintedResult):
     """What a config's batch numbers come to, and whether they agree."""
 
     in_repr = ("path", "kind", "devices", "agrees", "effective_batch")
+    drawn_by = "plan_text.draw_check"
 
     path: str
     kind: str
@@ -266,11 +263,6 @@ class ConfigCheck(PrintedResult):
         """Return the check as plain data, the same as `batchwright plan --check FILE --json` prints."""
         lists = {"findings": list(self.findings), "changes": list(self.changes)}
         return {"schema": 1, "source": "formula", **asdict(self), **lists}
-
-    def __rich__(self) -> RenderableType:
-        from batchwright.report.text.plan_text import draw_check
-
-        return draw_check(self)
 
     def _repr_html_(self) -> str:
         from batchwright.report.display import table_to_html

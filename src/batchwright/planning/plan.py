@@ -32,8 +32,6 @@ from batchwright.units import counted, one_of, shortened, whole_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rich.console import RenderableType
-
 
 _ROUNDING = {
     "nearest": "comes nearest",
@@ -163,6 +161,7 @@ class Plan(PrintedResult):
     """
 
     in_repr = ("micro_batch", "accumulation", "devices", "effective_batch")
+    drawn_by = "plan_text.draw_plan"
 
     requested_batch: int
     max_micro_batch: int
@@ -290,11 +289,6 @@ class Plan(PrintedResult):
             "reason": self.reason,
             "notes": list(self.notes),
         }
-
-    def __rich__(self) -> RenderableType:
-        from batchwright.report.text.plan_text import draw_plan
-
-        return draw_plan(self)
 
 
 def plan(

@@ -20,16 +20,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchwright.errors import InvalidInputError
 from batchwright.planning.critical_batch import CriticalBatch, checked_batch, figure, steps_over_minimum
 from batchwright.planning.times import TimeModel, fit_times
 from batchwright.printed_result import PrintedResult
 from batchwright.units import LARGEST_COUNT, counted, positive_seconds, shortened, whole_number
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _AS_GOOD = 1.05
 # Of a timing that repeats within a few percent: beyond it the line, not the clock, is off.
@@ -264,6 +261,7 @@ class BestBatch(PrintedResult):
     """The effective batch that reaches the loss soonest, the range that is as good, and why."""
 
     in_repr = ("value", "low", "high", "range_within_5_percent")
+    drawn_by = "noise_text.draw_best_batch"
 
     value: int
     low: int
@@ -307,11 +305,6 @@ class BestBatch(PrintedResult):
             "range_within_5_percent": list(self.range_within_5_percent),
             "words": list(self.words),
         }
-
-    def __rich__(self) -> RenderableType:
-        from batchwright.report.text.noise_text import draw_best_batch
-
-        return draw_best_batch(self)
 
 
 def best_batch(

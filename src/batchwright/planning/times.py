@@ -11,6 +11,7 @@ Promises:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, combinations
@@ -20,6 +21,8 @@ from batchwright.errors import InvalidInputError
 from batchwright.units import parse_whole_number, positive_seconds, shortened, whole_number
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from batchwright.planning.split import Split
 
 
@@ -112,24 +115,37 @@ def fit_times(times: Times) -> TimeModel:
     if not points:
         raise InvalidInputError(f"no times received; {_HOW_TO_WRITE}.")
     rows = [[share / point.seconds for share in point.shares()] for point in points]
-    best: tuple[float, tuple[float, ...], tuple[int, ...]] | None = None
-    for subset in _SUBSETS:
-        solution = _least_squares(rows, subset)
-        if solution is None or min(solution) < 0:
+    solution = solve_not_negative(rows, _SUBSETS)
+    error = max(abs(sum(share * x for share, x in zip(row, solution, strict=True)) - 1) for row in rows)
+    return TimeModel(*solution, points, unknown=_unidentified(rows), largest_error=error)
+
+
+def solve_not_negative(rows: Sequence[Sequence[float]], subsets: Iterable[tuple[int, ...]]) -> list[float]:
+    """Solve `rows @ x = 1` in least squares with no coefficient below 0, over the best of some subsets of columns.
+
+    Of two that are as good the first is taken; one whose solution is not unique is passed over.
+
+    >>> [round(x, 6) for x in solve_not_negative([[1, 2], [1, 4]], [(0,), (1,), (0, 1)])]
+    [1.0, 0.0]
+    """
+    # Imported here: planning itself needs no numpy, only fitting measured points does.
+    import numpy as np
+
+    table = np.asarray(rows, float)
+    best, solution = math.inf, np.zeros(table.shape[1])
+    for subset in subsets:
+        columns, scale = table[:, subset], table[:, subset].max(axis=0)
+        if not scale.all():
             continue
-        error = sum(_residual(row, solution) ** 2 for row in rows)
-        if best is None or error < best[0] - 1e-12:
-            best = (error, solution, subset)
-    assert best is not None, "a single coefficient always has a non-negative solution"
-    _, (alpha, beta, sigma), _ = best
-    return TimeModel(
-        alpha,
-        beta,
-        sigma,
-        points,
-        unknown=_unidentified(rows),
-        largest_error=max(abs(_residual(row, best[1])) for row in rows),
-    )
+        part, _, rank, _ = np.linalg.lstsq(columns / scale, np.ones(len(table)), rcond=1e-6)
+        part[np.abs(part) < 1e-9] = 0.0  # rounding, of what is not there
+        error = float(((columns / scale @ part - 1) ** 2).sum())
+        if rank == len(subset) and part.min() >= 0 and error < best - 1e-12:
+            best, solution = error, np.zeros(table.shape[1])
+            solution[list(subset)] = part / scale
+    assert best < math.inf, "a single column always has a solution that is not negative"
+    coefficients: list[float] = solution.tolist()
+    return coefficients
 
 
 def parse_times(text: str) -> tuple[TimedPoint, ...]:
@@ -179,51 +195,10 @@ def _checked(point: object) -> TimedPoint:
 
 def _unidentified(rows: list[list[float]]) -> tuple[str, ...]:
     """Name the coefficients that these points cannot tell: those whose axis is no combination of the rows."""
-    scale = [max(row[j] for row in rows) or 1.0 for j in range(3)]
-    scaled = [[row[j] / scale[j] for j in range(3)] for row in rows]
-    rank = _rank(scaled)
-    return tuple(
-        name for j, name in enumerate(_COEFFICIENTS) if _rank([*scaled, [float(i == j) for i in range(3)]]) > rank
-    )
+    import numpy as np
 
-
-def _rank(rows: list[list[float]]) -> int:
-    rank = 0
-    left = [row[:] for row in rows]
-    for column in range(3):
-        pivot = max(range(rank, len(left)), key=lambda i: abs(left[i][column]), default=None)
-        # The square root of what `_least_squares` calls singular, since it works on squares.
-        if pivot is None or abs(left[pivot][column]) < 1e-6:
-            continue
-        left[rank], left[pivot] = left[pivot], left[rank]
-        for i in range(rank + 1, len(left)):
-            factor = left[i][column] / left[rank][column]
-            left[i] = [x - factor * y for x, y in zip(left[i], left[rank], strict=True)]
-        rank += 1
-    return rank
-
-
-def _residual(row: list[float], solution: tuple[float, ...]) -> float:
-    return sum(a * x for a, x in zip(row, solution, strict=True)) - 1.0
-
-
-def _least_squares(rows: list[list[float]], subset: tuple[int, ...]) -> tuple[float, ...] | None:
-    """Solve `rows @ x = 1` over some of the columns, the others at zero; None if that is not unique."""
-    scale = [max(abs(row[j]) for row in rows) for j in subset]
-    if not all(scale):
-        return None
-    columns = [[row[j] / s for row in rows] for j, s in zip(subset, scale, strict=True)]
-    matrix = [[sum(map(float.__mul__, a, b)) for b in columns] + [sum(a)] for a in columns]
-    for pivot in range(len(matrix)):
-        swap = max(range(pivot, len(matrix)), key=lambda row: abs(matrix[row][pivot]))
-        matrix[pivot], matrix[swap] = matrix[swap], matrix[pivot]
-        if abs(matrix[pivot][pivot]) < 1e-12 * len(rows):
-            return None
-        for row in range(len(matrix)):
-            if row != pivot:
-                factor = matrix[row][pivot] / matrix[pivot][pivot]
-                matrix[row] = [x - factor * y for x, y in zip(matrix[row], matrix[pivot], strict=True)]
-    solution = [0.0, 0.0, 0.0]
-    for position, (j, s) in enumerate(zip(subset, scale, strict=True)):
-        solution[j] = matrix[position][-1] / matrix[position][position] / s
-    return tuple(solution)
+    table = np.asarray(rows)
+    scaled = table / np.where(table.any(axis=0), table.max(axis=0), 1.0)
+    rank = np.linalg.matrix_rank(scaled, tol=1e-6)
+    axes = zip(_COEFFICIENTS, np.eye(3), strict=True)
+    return tuple(name for name, axis in axes if np.linalg.matrix_rank(np.vstack([scaled, axis]), tol=1e-6) > rank)

@@ -10,7 +10,6 @@ Promises:
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import numpy as np
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.fitting.fit import fit as run_fit
 from batchwright.fitting.fit_result import Fit, limited_peak
+from batchwright.planning.times import solve_not_negative
 from batchwright.sampler.cost import BatchCost
 from batchwright.sampler.lengths import gather_lengths
 from batchwright.sampler.resume import read_rank
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 
 _LEAST_SHAPES = 3
+# Of the columns of a cost; the fixed part alone would not grow with the tokens.
+_SUBSETS = ((1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2))
 
 
 def find_length_name(fit: Fit) -> str:
@@ -61,7 +63,7 @@ def fit_cost(fit: Fit) -> tuple[BatchCost, float]:
     samples, lengths, peaks = known.T
     limit = float(fit.limit_bytes or peaks.max())
     columns = np.stack([np.ones_like(samples), samples * lengths, samples * lengths**2], axis=1)
-    cost = BatchCost(*_not_negative(columns / peaks[:, None]))
+    cost = BatchCost(*solve_not_negative((columns / peaks[:, None]).tolist(), _SUBSETS))
     # The highest probe above the fit lifts all of it.
     lift = float((peaks - cost.of(samples, lengths)).max())
     failed = [(n, length) for n, length, t in trials if t.verdict == "out_of_memory"]
@@ -74,26 +76,6 @@ def fit_cost(fit: Fit) -> tuple[BatchCost, float]:
             "taken before the first sample."
         )
     return raised, limit
-
-
-def _not_negative(rows: np.ndarray[Any, Any]) -> list[float]:
-    """Solve rows @ x = 1 in least squares with no coefficient below 0: every subset of three is tried."""
-    best: tuple[float, list[float]] | None = None
-    for subset in chain.from_iterable(combinations(range(3), size) for size in (1, 2, 3)):
-        part, *_ = np.linalg.lstsq(rows[:, subset], np.ones(len(rows)), rcond=None)
-        error = float(((rows[:, subset] @ part - 1) ** 2).sum())
-        if (
-            (part >= 0).all()
-            and part[list(subset).index(max(subset))] > 0
-            and (best is None or error < best[0] - 1e-15)
-        ):
-            coefficients = [0.0, 0.0, 0.0]
-            for index, value in zip(subset, part.tolist(), strict=True):
-                coefficients[index] = value
-            if coefficients[1] or coefficients[2]:
-                best = (error, coefficients)
-    assert best is not None, "one positive column always has a positive solution"
-    return best[1]
 
 
 _MOST_TRIES = 6

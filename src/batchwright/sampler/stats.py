@@ -11,8 +11,6 @@ from batchwright.printed_result import PrintedResult
 from batchwright.sampler.mixing import pair_repeat
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from batchwright.sampler.cost import Usable
     from batchwright.sampler.epoch_plan import EpochPlan
 
@@ -22,6 +20,7 @@ class SamplerStats(PrintedResult):
     """An epoch in figures; shares are from 0 to 1."""
 
     in_repr = ("samples", "batches", "ranks", "waste", "fill", "pair_repeat")
+    drawn_by = "plan_text.draw_stats"
 
     samples: int
     batches: int
@@ -54,11 +53,6 @@ class SamplerStats(PrintedResult):
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain data."""
         return {"schema": 1, "source": "formula", **asdict(self)}
-
-    def __rich__(self) -> RenderableType:
-        from batchwright.report.text.plan_text import draw_stats
-
-        return draw_stats(self)
 
 
 def summarize_epoch(plan: EpochPlan, following: EpochPlan, usable: Usable, num_windows: int) -> SamplerStats:

@@ -34,8 +34,6 @@ from batchwright.units import parse_bytes, shortened, whole_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from rich.console import RenderableType
-
     from batchwright.workload import Workload
 
     Say = Callable[[str], None]
@@ -148,6 +146,7 @@ class Tuned(PrintedResult):
     """Everything that was measured, by section, and what follows from it."""
 
     in_repr = ("finished", "micro_batch", "accumulation", "effective_batch", "file")
+    drawn_by = "tune_text.draw_tuned"
 
     run: Run
     file: Path | None = field(default=None, compare=False)
@@ -168,11 +167,6 @@ class Tuned(PrintedResult):
     def to_dict(self) -> dict[str, Any]:
         """Return the run as plain data, the same as `batchwright tune --json` prints and as its file holds."""
         return self.run
-
-    def __rich__(self) -> RenderableType:
-        from batchwright.report.text.tune_text import draw_tuned
-
-        return draw_tuned(self)
 
 
 _RUNS: dict[str, Callable[..., Section]] = {
