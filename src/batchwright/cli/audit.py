@@ -8,14 +8,13 @@ import click
 
 from batchwright.cli.options import (
     Command,
-    describe_script,
     parse_shape,
-    refuse_for_target,
+    settle_target,
     shared,
     target_or_script,
-    typed_options,
 )
 from batchwright.cli.streams import print_result, report_progress
+from batchwright.targets import find_target, load_workload
 
 if TYPE_CHECKING:
     from batchwright.auditing.audit_result import Audit
@@ -53,7 +52,8 @@ def command(ctx: click.Context, /, target: str | Script, as_json: bool, **option
     In Python, bw.audit also takes splits (such as "4x2,1x8,3+3+2"), dtype and dropout.
     """
     options["shape"] = parse_shape(options.pop("shapes"))
-    answer = _audit(target, options, typed_options(ctx)) if isinstance(target, str) else _audit_script(target, options)
+    target = settle_target(ctx, target, options, for_scripts=("--micro-batch", "--accumulation", "--shape"))
+    answer = _audit(target, options) if isinstance(target, str) else _audit_script(target, options)
     print_result(answer, as_json=as_json)
     return 0 if answer.exact else 1
 
@@ -61,19 +61,14 @@ def command(ctx: click.Context, /, target: str | Script, as_json: bool, **option
 def _audit_script(script: Script, options: dict[str, Any]) -> Audit:
     from batchwright.scripts.audit_script import audit_script
 
-    script = describe_script(script, options)
     with report_progress(script.name) as say:
         return audit_script(script, **options, progress=say)
 
 
-def _audit(target: str, options: dict[str, Any], typed: set[str]) -> Audit:
-    refuse_for_target(typed, options)
-    from batchwright.targets import find_target
-
+def _audit(target: str, options: dict[str, Any]) -> Audit:
     find_target(target)
 
     from batchwright.auditing.audit import audit_workload
-    from batchwright.targets import load_workload
 
     with report_progress(target) as say:
         workload = load_workload(target)

@@ -10,16 +10,15 @@ from batchwright.cli.options import (
     ONE_OF,
     OR_CARD,
     Command,
-    describe_script,
     parse_shape,
-    refuse_for_script,
-    refuse_for_target,
+    settle_target,
     shared,
     target_or_script,
     typed_options,
 )
 from batchwright.cli.streams import print_result, report_progress
 from batchwright.errors import InvalidInputError
+from batchwright.targets import load_workload
 
 if TYPE_CHECKING:
     from batchwright.scripts.script import Script
@@ -33,6 +32,8 @@ _MOVED = {
     "--calibrate": 'in Python: bw.estimate(workload, on="a100-40gb", calibrate="run.json")',
     **dict.fromkeys(("--seq-len", "--precision", "--optimizer", "--checkpointing", "--zero", "--tuning"), _NAMED),
 }
+
+_FOR_SCRIPTS = ("--on", "--memory", "--micro-batch", "--accumulation", "--shape", "--devices", "--max")
 
 
 @click.command("estimate", cls=Command, moved=_MOVED)
@@ -65,24 +66,21 @@ def command(ctx: click.Context, /, target: str | Script, as_json: bool, **option
     In Python, bw.estimate also takes clip_norm, routing, allocator, snapshot and calibrate.
     """
     typed = typed_options(ctx)
+    target = settle_target(ctx, target, options, for_scripts=_FOR_SCRIPTS)
     if not isinstance(target, str):
         answer = _run_script(target, options, typed)
         print_result(answer, as_json=as_json)
         return int(not answer.fits)
     is_workload = ":" in target or target.endswith(".py")
-    refuse_for_target(typed, options)
     answer = _trace(target, options, typed) if is_workload else _use_formula(target, options["micro_batch"], typed)
     print_result(answer, as_json=as_json)
     return int(answer.fits is False)
 
 
 def _run_script(script: Script, options: dict[str, Any], typed: set[str]) -> Any:
-    refuse_for_script(typed, ("--on", "--memory", "--micro-batch", "--accumulation", "--shape", "--devices", "--max"))
     if options["on"] == "all":
         raise InvalidInputError("--on all cannot be used with a command of your own.", remedy="--on a100-40gb")
     from batchwright.scripts.estimate_script import estimate_script
-
-    script = describe_script(script, options)
 
     def value_of(name: str) -> Any:
         return options[name] if f"--{name.replace('_', '-')}" in typed else None
@@ -112,7 +110,6 @@ def _trace(target: str, options: dict[str, Any], typed: set[str]) -> Any:
     if options["on"] == "all" and refused:
         raise InvalidInputError(f"--on all cannot be combined with {', '.join(sorted(refused))}.")
     from batchwright.memory.estimate import estimate, estimate_every_card
-    from batchwright.targets import load_workload
 
     shape = parse_shape(options.pop("shapes"))
     with report_progress(target) as say:

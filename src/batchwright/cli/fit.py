@@ -20,13 +20,10 @@ from batchwright.cli.options import (
     OR_CARD,
     Command,
     Count,
-    describe_script,
     parse_shapes,
-    refuse_for_script,
-    refuse_for_target,
+    settle_target,
     shared,
     target_or_script,
-    typed_options,
 )
 from batchwright.cli.streams import print_result, report_progress
 from batchwright.errors import BatchwrightError, InvalidInputError
@@ -142,11 +139,7 @@ def command(ctx: click.Context, /, target: str | Script, as_json: bool, **option
 
     In Python, bw.fit also takes margin, accumulation, clip_norm, allocator and isolate.
     """
-    if isinstance(target, str):
-        refuse_for_target(typed_options(ctx), options)
-    else:
-        refuse_for_script(typed_options(ctx), _FOR_SCRIPTS)
-        target = describe_script(target, options)
+    target = settle_target(ctx, target, options, for_scripts=_FOR_SCRIPTS)
     shapes = start_from(parse_shapes(options["shapes"]), options["shape_from"])
     if options["then"] is not None:
         check_job(options["then"], ["micro_batch", *shapes])

@@ -8,16 +8,14 @@ import click
 
 from batchwright.cli.options import (
     Command,
-    describe_script,
     parse_shape,
-    refuse_for_script,
-    refuse_for_target,
+    settle_target,
     shared,
     target_or_script,
-    typed_options,
 )
 from batchwright.cli.streams import print_result, report_progress
 from batchwright.ranks.meeting import is_first_rank
+from batchwright.targets import find_target, load_workload
 
 if TYPE_CHECKING:
     from batchwright.noise.noise_result import NoiseRun
@@ -58,14 +56,12 @@ def command(ctx: click.Context, /, target: str | Script, as_json: bool, **option
 
     In your own loop, bw.NoiseScale measures the same, and also takes every and unit.
     """
-    from batchwright.targets import find_target
-
     options["shape"] = parse_shape(options.pop("shapes"))
+    target = settle_target(ctx, target, options, for_scripts=("--on", "--micro-batch", "--steps", "--shape"))
     if not isinstance(target, str):
-        answer = _measure_script(target, options, typed_options(ctx))
+        answer = _measure_script(target, options)
         print_result(answer, as_json=as_json)
         return 0 if answer.critical_batch.resolved else 1
-    refuse_for_target(typed_options(ctx), options)
     find_target(target)
     # Under torchrun every rank comes to the same answer; one of them prints it.
     prints = is_first_rank()
@@ -77,11 +73,9 @@ def command(ctx: click.Context, /, target: str | Script, as_json: bool, **option
     return 0 if answer.critical_batch.resolved or answer.ranks > 1 else 1
 
 
-def _measure_script(script: Script, options: dict[str, Any], typed: set[str]) -> NoiseRun:
-    refuse_for_script(typed, ("--on", "--micro-batch", "--steps", "--shape"))
+def _measure_script(script: Script, options: dict[str, Any]) -> NoiseRun:
     from batchwright.scripts.noise_script import measure_noise_of_script
 
-    script = describe_script(script, options)
     del options["effective_batch"]
     with report_progress(script.name) as say:
         return measure_noise_of_script(script, **options, progress=say)
@@ -91,7 +85,6 @@ def _measure(target: str, options: dict[str, Any], *, prints: bool) -> NoiseRun:
     from batchwright.device.device import default_device
     from batchwright.noise.noise_run import measure_noise
     from batchwright.ranks.session import process_group, together
-    from batchwright.targets import load_workload
 
     with report_progress(target, prints=prints) as say, together("noise") as ranks:
         say = ranks.ticking(say)

@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -128,43 +129,37 @@ target_or_script = click.argument(
 )
 
 
-def describe_script(script: Script, options: dict[str, Any]) -> Script:
-    """Add to a command of the user's own what was said about it, and take that out of the options."""
-    from dataclasses import replace
+def settle_target(
+    ctx: click.Context, target: str | Script, options: dict[str, Any], *, for_scripts: Iterable[str]
+) -> str | Script:
+    """Refuse options that say nothing about such a target, and take those of `OF_SCRIPTS` out of `options`.
 
-    cwd = options.pop("cwd")
-    if not os.path.isdir(cwd):
-        raise InvalidInputError(f"--cwd {shortened(cwd)} is no folder.")
-    return replace(
-        script,
-        cwd=cwd,
-        batch_option=options.pop("batch_flag", None),
-        accumulation_option=options.pop("accumulation_flag", None),
-        show_output=options.pop("show_output"),
-    )
-
-
-def refuse_for_target(typed: Iterable[str], options: dict[str, Any]) -> None:
-    """Refuse what is said about a command where there is none, and take it out of the options."""
-    refused = sorted(set(typed) & set(OF_SCRIPTS))
-    if refused:
-        raise InvalidInputError(
-            f"{', '.join(refused)}: for a command of your own behind --, and a target was given.",
-            remedy="-- python train.py --batch-size {micro_batch}",
-        )
-    for option in OF_SCRIPTS:
-        options.pop(option.lstrip("-").replace("-", "_"), None)
-
-
-def refuse_for_script(typed: Iterable[str], understood: Iterable[str]) -> None:
-    """Refuse the options that say nothing about a program of the user's own."""
-    refused = sorted(set(typed) - {"TARGET", "--json", *OF_SCRIPTS, *understood})
-    if refused:
+    A command of the user's own comes back with what was said about it; `for_scripts` are the others it understands.
+    """
+    typed = typed_options(ctx)
+    of_scripts = {option: options.pop(option.lstrip("-").replace("-", "_"), None) for option in OF_SCRIPTS}
+    if isinstance(target, str):
+        if refused := sorted(typed & set(OF_SCRIPTS)):
+            raise InvalidInputError(
+                f"{', '.join(refused)}: for a command of your own behind --, and a target was given.",
+                remedy="-- python train.py --batch-size {micro_batch}",
+            )
+        return target
+    if refused := sorted(typed - {"TARGET", "--json", *OF_SCRIPTS, *for_scripts}):
         raise InvalidInputError(
             f"{', '.join(refused)} cannot be used with a command of your own.",
-            details=[f"understood are {', '.join(sorted(understood))}"],
+            details=[f"understood are {', '.join(sorted(for_scripts))}"],
             remedy="a workload for the rest: train.py:workload",
         )
+    if not os.path.isdir(cwd := of_scripts["--cwd"]):
+        raise InvalidInputError(f"--cwd {shortened(cwd)} is no folder.")
+    return replace(
+        target,
+        cwd=cwd,
+        batch_option=of_scripts["--batch-flag"],
+        accumulation_option=of_scripts["--accumulation-flag"],
+        show_output=of_scripts["--show-output"],
+    )
 
 
 _SHARED: dict[str, dict[str, Any]] = {

@@ -12,19 +12,18 @@ from batchwright.cli.options import (
     OR_CARD,
     Command,
     Count,
-    describe_script,
     parse_shape,
-    refuse_for_script,
-    refuse_for_target,
+    settle_target,
     shared,
     target_or_script,
-    typed_options,
 )
 from batchwright.cli.streams import print_result, report_progress
 from batchwright.errors import InvalidInputError
 from batchwright.planning.dialects import FRAMEWORKS, find_dialect
 from batchwright.ranks.meeting import is_first_rank, read_place
+from batchwright.targets import find_target
 from batchwright.units import parse_whole_number
+from batchwright.user_files import check_place
 
 if TYPE_CHECKING:
     from batchwright.scripts.script import Script
@@ -79,18 +78,11 @@ def command(ctx: click.Context, /, target: str | Script, framework: str | None, 
     batchwright tune train.py:workload --memory 16GiB --resume --for transformers
     torchrun --nproc-per-node 2 -m batchwright tune train.py:workload
     """
-    from batchwright.report.display import render_plain
-    from batchwright.targets import find_target
-    from batchwright.user_files import check_place
-
-    if isinstance(target, str):
-        refuse_for_target(typed_options(ctx), options)
-    else:
-        refuse_for_script(typed_options(ctx), _FOR_SCRIPTS)
-        target = describe_script(target, options)
+    target = settle_target(ctx, target, options, for_scripts=_FOR_SCRIPTS)
     options["shape"] = parse_shape(options.pop("shapes"))
     options["skip"] = tuple(name.strip() for name in (options["skip"] or "").split(",") if name.strip())
-    options["branch_batches"] = _parse_batches(options["branch_batches"])
+    batches = options["branch_batches"].split(",") if options["branch_batches"] else ()
+    options["branch_batches"] = tuple(parse_whole_number(part, "--branches") for part in batches)
     ranks = read_place().world_size
     if options["devices"] is None:
         options["devices"] = ranks
@@ -110,6 +102,8 @@ def command(ctx: click.Context, /, target: str | Script, framework: str | None, 
         return 0
     recommendation = tuned.run["recommendation"]
     if framework is not None and "skipped" not in recommendation and not as_json:
+        from batchwright.report.display import render_plain
+
         # Only what is to be pasted goes to stdout, so that `> config.json` is a config.
         click.echo(render_plain(tuned), err=True)
         click.echo(recommendation["configs"][framework.lower()])
@@ -132,7 +126,3 @@ def _run_tune(target: str | Script, options: dict[str, Any], *, prints: bool) ->
 
     with report_progress(target if isinstance(target, str) else target.name, prints=prints) as say:
         return tune(target, **options, progress=say)
-
-
-def _parse_batches(text: str | None) -> tuple[int, ...]:
-    return tuple(parse_whole_number(part, "--branches") for part in text.split(",")) if text else ()
