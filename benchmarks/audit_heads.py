@@ -3,8 +3,8 @@
     python benchmarks/audit_heads.py [--only NAME ...] [--minutes N]
 
 Each class is built from a tiny config (benchmarks/tiny_heads.py) and given one micro-batch with two counts
-(`batchwright.integrations.transformers.heads.check_head`). Classes run in child processes, so that a crash or a hang
-costs one of them. Without --only the table goes to docs/reference/heads.md. About 15 minutes on one core, 4 GB of RAM.
+(`batchwright.integrations.transformers.check_head`). Classes run in child processes, so that a crash or a hang costs one
+of them. Without --only the table goes to docs/reference/heads.md. About 15 minutes on one core, 4 GB of RAM.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def check(kind: Any) -> dict[str, Any]:
     import torch
     from tiny_heads import build, input_forms, label_forms
 
-    from batchwright.integrations.transformers.heads import not_given_a_count
+    from batchwright.integrations.transformers.exact_loss import not_given_a_count
 
     labels = inspect.signature(kind.forward).parameters.get("labels")
     # As Trainer does: no labels, or labels that are lists of dicts, and nothing is counted.
@@ -180,7 +180,7 @@ def check_once(model: Any, batch: dict[str, Any], problems: list[str]) -> dict[s
     from tiny_heads import parts_of
 
     from batchwright.errors import InvalidInputError
-    from batchwright.integrations.transformers.heads import check_head, loss_at
+    from batchwright.integrations.transformers.exact_loss import check_head, loss_at
 
     try:
         found = check_head(model, batch)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from batchwright.sampler.stats import SamplerStats
+    from batchwright.sampler.epoch_plan import SamplerStats
 
     Numbers = npt.NDArray[np.int64]
     Times = dict[int, dict[str, dict[str, float]]]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from batchwright.fitting.find_batch_size import find_batch_size
     from batchwright.fitting.fit import fit
     from batchwright.fitting.fit_result import Fit
-    from batchwright.integrations.audit import audit
+    from batchwright.integrations.live_run import audit
     from batchwright.memory.estimate import estimate
     from batchwright.memory.estimate_result import Estimate
     from batchwright.memory.formulas import estimate_named

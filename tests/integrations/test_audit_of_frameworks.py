@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from batchwright.errors import InvalidInputError
 from batchwright.integrations.accelerate import audit_first_window
-from batchwright.integrations.audit import audit
 from batchwright.integrations.lightning import AuditFirstWindow
+from batchwright.integrations.live_run import audit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -241,7 +241,7 @@ def test_a_trainer_of_fp64_is_audited_in_fp64(tmp_path: Path) -> None:
 
 
 def test_the_first_window_of_a_random_loss_has_no_cause() -> None:
-    from batchwright.integrations.audit import FirstWindow
+    from batchwright.integrations.live_run import FirstWindow
 
     model = torch.nn.Linear(4, 1)
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import batchwright as bw
-from batchwright.integrations.transformers.exact_loss import ExactLoss
-from batchwright.integrations.transformers.heads import HeadCheck
+from batchwright.integrations.transformers.exact_loss import ExactLoss, HeadCheck
 from batchwright.memory.estimate import estimate_every_card
 from batchwright.noise.noise_run import measure_noise
 from batchwright.planning.critical_batch import CriticalBatch

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
-from batchwright.integrations.audit import FirstWindow
-from batchwright.integrations.live_batch import LiveBatch, ShowsLiveBatch
+from batchwright.integrations.live_run import FirstWindow, LiveBatch, ShowsLiveBatch
 from batchwright.integrations.trackers import Tracker, tracker_for
 from batchwright.integrations.transformers.token_batches import prepare_loader
 from batchwright.units import shortened, whole_number

@@ -20,8 +20,7 @@ from torch import nn
 from batchwright.auditing.overrides import without_dropout
 from batchwright.device.batches import clear_num_samples
 from batchwright.errors import InvalidInputError
-from batchwright.integrations.audit import FirstWindow
-from batchwright.integrations.live_batch import LiveBatch, ShowsLiveBatch, check_flag
+from batchwright.integrations.live_run import FirstWindow, LiveBatch, ShowsLiveBatch, check_flag
 from batchwright.integrations.trackers import tracker_for
 from batchwright.units import whole_number
 

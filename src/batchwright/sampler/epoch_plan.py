@@ -1,4 +1,4 @@
-"""One epoch planned: which samples make which batch, for which rank, in which round.
+"""One epoch planned: which samples make which batch, for which rank, in which round; and what that is like, in figures.
 
 Every sample is thrown into one of several windows at random, and each window is sorted, longest first. One window is a
 full sort: nearly no padding, but the same batch-mates in every epoch. Many windows are nearly random. Window, length
@@ -17,19 +17,22 @@ Promises:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from batchwright.printed_result import PrintedResult
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
-    from batchwright.sampler.cost import Budget
+    from batchwright.sampler.cost import Budget, Usable
 
     Numbers = npt.NDArray[np.int64]
-    from collections.abc import Callable
 
 
 # As many as these leave next to no ties.
@@ -412,3 +415,107 @@ def plan_epoch(
     [0, 1, 2, 3, 4]
     """
     return EpochPlan(lengths, cut.order, deal(cut, budget, ranks=ranks, rng=rng, least_rounds=least_rounds), budget)
+
+
+@dataclass(frozen=True, repr=False)
+class SamplerStats(PrintedResult):
+    """An epoch in figures; shares are from 0 to 1."""
+
+    in_repr = ("samples", "batches", "ranks", "waste", "fill", "pair_repeat")
+    drawn_by = "plan_text.draw_stats"
+
+    samples: int
+    batches: int
+    """On all ranks."""
+    steps: int
+    """Batches of one rank."""
+    ranks: int
+    tokens: int
+    """That are no padding."""
+    waste: float
+    """Padding over all tokens of the batches."""
+    fill: float
+    """What batches cost, over the budget, on average."""
+    rank_idle: float
+    """Time that ranks wait for the costliest batch of a round, if time goes as cost."""
+    pair_repeat: float
+    """The chance that two samples of one batch meet again in the next epoch."""
+    largest_cost: float
+    budget: float
+    num_windows: int
+    repeats: int
+    """Batches that only keep a rank in step: they repeat a sample at weight 0."""
+    dropped: int
+    """Samples over the budget on their own, left out."""
+    single: int
+    """Samples over the budget on their own, each a batch by itself."""
+    off_multiple: int
+    """Batches whose samples are no multiple of what was asked: ends of windows, and pieces for ranks."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as plain data."""
+        return {"schema": 1, "source": "formula", **asdict(self)}
+
+
+def summarize_epoch(plan: EpochPlan, following: EpochPlan, usable: Usable, num_windows: int) -> SamplerStats:
+    """Return what an epoch is like, beside the one after it."""
+    num_batches = int((plan.sizes > 0).sum())
+    return SamplerStats(
+        samples=len(plan.samples),
+        batches=num_batches,
+        steps=plan.rounds.number,
+        ranks=plan.rounds.starts.shape[1],
+        tokens=int(plan.tokens.sum()),
+        waste=plan.waste,
+        fill=float(plan.costs.sum()) / num_batches / float(plan.budget.limit) if num_batches else 0.0,
+        rank_idle=share_idle(plan),
+        pair_repeat=pair_repeat(plan, following, len(plan.lengths)),
+        largest_cost=float(plan.costs.max(initial=0.0)),
+        budget=float(plan.budget.limit),
+        num_windows=num_windows,
+        repeats=plan.rounds.num_repeats,
+        dropped=usable.num_dropped,
+        single=usable.num_single,
+        off_multiple=int((plan.sizes % plan.budget.multiple_of > 0).sum()),
+    )
+
+
+def share_idle(plan: EpochPlan) -> float:
+    """Return the share of the time that ranks wait within a round."""
+    # What is there for any batch, such as the bytes of weights, takes no time.
+    costs = np.where(plan.sizes > 0, plan.costs - plan.budget.cost.fixed, 0.0)
+    spent = float(costs.max(axis=1).sum()) * costs.shape[1] if plan.rounds.number else 0.0
+    return 1 - float(costs.sum()) / spent if spent else 0.0
+
+
+# Pairs are counted among the samples of some batches: enough for three digits.
+_MOST_SAMPLES_COUNTED = 1_000_000
+
+
+def pair_repeat(one: EpochPlan, other: EpochPlan, number: int) -> float:
+    """Return the chance that two samples of one batch of the first plan share one of the second."""
+    first, second = _batch_of(one, number), _batch_of(other, number)
+    sizes = np.bincount(first[first >= 0])
+    if sizes.sum() > _MOST_SAMPLES_COUNTED:
+        chosen = np.zeros(len(sizes), bool)
+        picked = np.random.default_rng(0).permutation(len(sizes))
+        chosen[picked[: np.searchsorted(np.cumsum(sizes[picked]), _MOST_SAMPLES_COUNTED)]] = True
+        first = np.where((first >= 0) & chosen[first], first, -1)
+        sizes = sizes * chosen
+    pairs = int((sizes * (sizes - 1)).sum())
+    if not pairs:
+        return 0.0
+    both = (first >= 0) & (second >= 0)
+    _, together = np.unique(first[both] * (int(second.max()) + 1) + second[both], return_counts=True)
+    return float((together * (together - 1)).sum() / pairs)
+
+
+def _batch_of(plan: EpochPlan, number: int) -> npt.NDArray[np.int64]:
+    """Return the number of each sample's batch; -1 for samples that are in none."""
+    starts, stops = plan.rounds.starts.ravel(), plan.rounds.stops.ravel()
+    is_real = (plan.sizes > 0).ravel()
+    starts, stops = starts[is_real], stops[is_real]
+    in_order = np.argsort(starts)
+    numbers = np.full(number, -1, np.int64)
+    numbers[plan.samples] = np.repeat(np.arange(len(starts)), (stops - starts)[in_order])
+    return numbers

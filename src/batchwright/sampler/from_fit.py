@@ -20,7 +20,7 @@ from batchwright.fitting.fit_result import Fit, limited_peak
 from batchwright.planning.times import solve_not_negative
 from batchwright.sampler.cost import BatchCost
 from batchwright.sampler.lengths import gather_lengths
-from batchwright.sampler.resume import read_rank
+from batchwright.sampler.token_batch_sampler import read_rank
 from batchwright.units import counted, format_bytes
 
 if TYPE_CHECKING:

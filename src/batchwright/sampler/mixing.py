@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchwright.errors import InvalidInputError
-from batchwright.sampler.epoch_plan import CutOrder, EpochPlan, Mixing, cut_epoch, plan_epoch
+from batchwright.sampler.epoch_plan import CutOrder, Mixing, cut_epoch, pair_repeat, plan_epoch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -38,10 +38,6 @@ _ENOUGH_WINDOWS, _FEWEST_WINDOWS, _MOST_BATCHES = 6, 2, 1.25
 _FEW_REPEATS = 1 / 9
 # Of the repeats that batches of these sizes have when their samples are drawn at random: few batches repeat many pairs.
 _NEARLY_CHANCE = 1.5
-
-
-# Pairs are counted among the samples of some batches: enough for three digits.
-_MOST_SAMPLES_COUNTED = 1_000_000
 
 
 def choose_mixing(lengths: Numbers, budget: Budget, *, waste: float | None, seed: int) -> Mixing:
@@ -117,32 +113,3 @@ def _measure_windows(lengths: Numbers, budget: Budget, window: int, classes: int
     cut = cut_epoch(some, budget, Mixing(windows, classes), rng=rng)
     plan = plan_epoch(some, cut, budget, ranks=1, rng=rng)
     return plan.waste, plan.rounds.number / float(plan.tokens.sum())
-
-
-def pair_repeat(one: EpochPlan, other: EpochPlan, number: int) -> float:
-    """Return the chance that two samples of one batch of the first plan share one of the second."""
-    first, second = _batch_of(one, number), _batch_of(other, number)
-    sizes = np.bincount(first[first >= 0])
-    if sizes.sum() > _MOST_SAMPLES_COUNTED:
-        chosen = np.zeros(len(sizes), bool)
-        picked = np.random.default_rng(0).permutation(len(sizes))
-        chosen[picked[: np.searchsorted(np.cumsum(sizes[picked]), _MOST_SAMPLES_COUNTED)]] = True
-        first = np.where((first >= 0) & chosen[first], first, -1)
-        sizes = sizes * chosen
-    pairs = int((sizes * (sizes - 1)).sum())
-    if not pairs:
-        return 0.0
-    both = (first >= 0) & (second >= 0)
-    _, together = np.unique(first[both] * (int(second.max()) + 1) + second[both], return_counts=True)
-    return float((together * (together - 1)).sum() / pairs)
-
-
-def _batch_of(plan: EpochPlan, number: int) -> npt.NDArray[np.int64]:
-    """Return the number of each sample's batch; -1 for samples that are in none."""
-    starts, stops = plan.rounds.starts.ravel(), plan.rounds.stops.ravel()
-    is_real = (plan.sizes > 0).ravel()
-    starts, stops = starts[is_real], stops[is_real]
-    in_order = np.argsort(starts)
-    numbers = np.full(number, -1, np.int64)
-    numbers[plan.samples] = np.repeat(np.arange(len(starts)), (stops - starts)[in_order])
-    return numbers

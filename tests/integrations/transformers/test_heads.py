@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from batchwright.errors import InvalidInputError
-from batchwright.integrations.transformers.heads import check_head
+from batchwright.integrations.transformers.exact_loss import check_head
 from tests.integrations.transformers.exactly_trained import build, collate, samples
 
 if TYPE_CHECKING:

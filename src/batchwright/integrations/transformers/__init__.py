@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchwright.integrations.transformers.exact_loss import ExactLoss, exact_loss
-from batchwright.integrations.transformers.fit_trainer import fit_trainer
-from batchwright.integrations.transformers.heads import HeadCheck, check_head
+from batchwright.integrations.transformers.exact_loss import ExactLoss, HeadCheck, check_head, exact_loss
 from batchwright.integrations.transformers.token_batches import prepare_loader, use_batch_sampler
+from batchwright.integrations.transformers.trainer import fit_trainer
 
 if TYPE_CHECKING:
     from batchwright.integrations.transformers.callback import BatchwrightCallback

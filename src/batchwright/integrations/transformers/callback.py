@@ -16,9 +16,9 @@ from transformers import TrainerCallback
 
 from batchwright.auditing.overrides import without_autocast
 from batchwright.errors import import_extra
-from batchwright.integrations.live_batch import LiveBatch, ShowsLiveBatch, check_flag
+from batchwright.integrations.live_run import LiveBatch, ShowsLiveBatch, check_flag
 from batchwright.integrations.trackers import tracker_for
-from batchwright.integrations.transformers.audit_trainer import audit_trainer
+from batchwright.integrations.transformers.trainer import audit_trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

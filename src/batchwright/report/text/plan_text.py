@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from batchwright.planning.config_check import ConfigCheck
     from batchwright.planning.plan import Plan
     from batchwright.planning.times import TimeModel
-    from batchwright.sampler.stats import SamplerStats
+    from batchwright.sampler.epoch_plan import SamplerStats
 
 
 def summarize_plan(plan: Plan) -> str:
