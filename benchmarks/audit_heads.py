@@ -3,8 +3,8 @@
     python benchmarks/audit_heads.py [--only NAME ...] [--minutes N]
 
 Each class is built from a tiny config (benchmarks/tiny_heads.py) and given one micro-batch with two counts
-(`batchwright.integrations.transformers.check_head`). Classes run in child processes, so that a crash or a hang costs one
-of them. Without --only the table goes to docs/reference/heads.md. About 15 minutes on one core, 4 GB of RAM.
+(`batchwright.integrations.transformers.check_head`). Classes run in child processes, so that a crash or a hang costs
+one of them. Without --only the table goes to docs/reference/heads.md. About 15 minutes on one core, 4 GB of RAM.
 """
 
 from __future__ import annotations

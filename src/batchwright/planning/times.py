@@ -116,7 +116,7 @@ def fit_times(times: Times) -> TimeModel:
         raise InvalidInputError(f"no times received; {_HOW_TO_WRITE}.")
     rows = [[share / point.seconds for share in point.shares()] for point in points]
     solution = solve_not_negative(rows, _SUBSETS)
-    error = max(abs(sum(share * x for share, x in zip(row, solution, strict=True)) - 1) for row in rows)
+    error = max(abs(_residual(row, solution)) for row in rows)
     return TimeModel(*solution, points, unknown=_unidentified(rows), largest_error=error)
 
 
@@ -128,24 +128,16 @@ def solve_not_negative(rows: Sequence[Sequence[float]], subsets: Iterable[tuple[
     >>> [round(x, 6) for x in solve_not_negative([[1, 2], [1, 4]], [(0,), (1,), (0, 1)])]
     [1.0, 0.0]
     """
-    # Imported here: planning itself needs no numpy, only fitting measured points does.
-    import numpy as np
-
-    table = np.asarray(rows, float)
-    best, solution = math.inf, np.zeros(table.shape[1])
+    best, error = None, math.inf
     for subset in subsets:
-        columns, scale = table[:, subset], table[:, subset].max(axis=0)
-        if not scale.all():
+        solution = _least_squares(rows, subset)
+        if solution is None or min(solution) < 0:
             continue
-        part, _, rank, _ = np.linalg.lstsq(columns / scale, np.ones(len(table)), rcond=1e-6)
-        part[np.abs(part) < 1e-9] = 0.0  # rounding, of what is not there
-        error = float(((columns / scale @ part - 1) ** 2).sum())
-        if rank == len(subset) and part.min() >= 0 and error < best - 1e-12:
-            best, solution = error, np.zeros(table.shape[1])
-            solution[list(subset)] = part / scale
-    assert best < math.inf, "a single column always has a solution that is not negative"
-    coefficients: list[float] = solution.tolist()
-    return coefficients
+        residual = sum(_residual(row, solution) ** 2 for row in rows)
+        if residual < error - 1e-12:
+            best, error = solution, residual
+    assert best is not None, "a single column always has a solution that is not negative"
+    return best
 
 
 def parse_times(text: str) -> tuple[TimedPoint, ...]:
@@ -193,12 +185,47 @@ def _checked(point: object) -> TimedPoint:
     )
 
 
-def _unidentified(rows: list[list[float]]) -> tuple[str, ...]:
+def _unidentified(rows: Sequence[Sequence[float]]) -> tuple[str, ...]:
     """Name the coefficients that these points cannot tell: those whose axis is no combination of the rows."""
-    import numpy as np
+    scale = [max(column) or 1.0 for column in zip(*rows, strict=True)]
+    scaled = [[x / s for x, s in zip(row, scale, strict=True)] for row in rows]
+    # The square root of what `_least_squares` calls singular, since it works on squares.
+    _, rank = _eliminate(scaled, 3, smallest=1e-6)
+    axes = {name: [float(i == j) for i in range(3)] for j, name in enumerate(_COEFFICIENTS)}
+    return tuple(name for name, axis in axes.items() if _eliminate([*scaled, axis], 3, smallest=1e-6)[1] > rank)
 
-    table = np.asarray(rows)
-    scaled = table / np.where(table.any(axis=0), table.max(axis=0), 1.0)
-    rank = np.linalg.matrix_rank(scaled, tol=1e-6)
-    axes = zip(_COEFFICIENTS, np.eye(3), strict=True)
-    return tuple(name for name, axis in axes if np.linalg.matrix_rank(np.vstack([scaled, axis]), tol=1e-6) > rank)
+
+def _residual(row: Sequence[float], solution: Sequence[float]) -> float:
+    return sum(a * x for a, x in zip(row, solution, strict=True)) - 1.0
+
+
+def _least_squares(rows: Sequence[Sequence[float]], subset: tuple[int, ...]) -> list[float] | None:
+    """Solve `rows @ x = 1` over some of the columns, the others at zero; None if that is not unique."""
+    scale = [max(abs(row[j]) for row in rows) for j in subset]
+    if not all(scale):
+        return None
+    columns = [[row[j] / s for row in rows] for j, s in zip(subset, scale, strict=True)]
+    matrix = [[sum(map(float.__mul__, a, b)) for b in columns] + [sum(a)] for a in columns]
+    solved, rank = _eliminate(matrix, len(subset), smallest=1e-12 * len(rows))
+    if rank < len(subset):
+        return None
+    solution = [0.0] * len(rows[0])
+    for position, (j, s) in enumerate(zip(subset, scale, strict=True)):
+        solution[j] = solved[position][-1] / solved[position][position] / s
+    return solution
+
+
+def _eliminate(rows: list[list[float]], num_columns: int, *, smallest: float) -> tuple[list[list[float]], int]:
+    """Eliminate column by column (Gauss and Jordan), without numpy; return the rows, pivots first, and the rank."""
+    left, rank = list(rows), 0
+    for column in range(num_columns):
+        pivot = max(range(rank, len(left)), key=lambda row: abs(left[row][column]), default=None)
+        if pivot is None or abs(left[pivot][column]) < smallest:
+            continue
+        left[rank], left[pivot] = left[pivot], left[rank]
+        for row in range(len(left)):
+            if row != rank:
+                factor = left[row][column] / left[rank][column]
+                left[row] = [x - factor * y for x, y in zip(left[row], left[rank], strict=True)]
+        rank += 1
+    return left, rank

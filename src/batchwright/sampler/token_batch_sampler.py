@@ -1,4 +1,4 @@
-"""`TokenBatchSampler`: batches under a token budget, for a DataLoader; and how far its epoch has come, in a few numbers.
+"""`TokenBatchSampler`: batches under a token budget, for a DataLoader; and how far its epoch has come.
 
 An epoch is a row of segments: so many rounds on so many ranks. A change of ranks ends one segment; what its rounds have
 left over is planned anew for the others. So a state is as short as there were changes, and resuming takes one plan for

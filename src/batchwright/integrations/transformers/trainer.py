@@ -1,4 +1,4 @@
-"""A transformers Trainer, probed as it is configured: its largest batch size (`fit_trainer`), its accumulation (`audit`).
+"""A Trainer of transformers, probed as it is configured: its largest batch size (`fit_trainer`), its accumulation.
 
 Promises:
 - a probe is the trainer's own `train()`, ended after its second optimizer step, on the longest samples of its data, at
