@@ -102,7 +102,7 @@ _HOMES = {
     "Tuned": "tuning.tune",
     "Workload": "workload",
     "advise": "planning.advice",
-    "audit": "integrations.audit",
+    "audit": "integrations.live_run",
     "best_batch": "planning.soonest",
     "check_config": "planning.config_check",
     "estimate": "memory.estimate",

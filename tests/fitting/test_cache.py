@@ -23,7 +23,7 @@ from batchwright.fitting.driver import find_cap, fit_shapes
 from batchwright.fitting.fit_result import Fit, NextSize, Restored
 from batchwright.fitting.probers import Budget
 from batchwright.fitting.request import FitRequest
-from batchwright.fitting.search import Seen, by_doubling, by_growing, by_peaks, by_powers_of_two, by_prediction
+from batchwright.planning.search import Seen, by_doubling, by_growing, by_peaks, by_powers_of_two, by_prediction
 from batchwright.targets import load_workload
 from batchwright.units import PeakBytes
 

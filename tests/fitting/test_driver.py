@@ -5,7 +5,7 @@ import pytest
 from batchwright.device.outcome import Outcome
 from batchwright.errors import StepFailedError
 from batchwright.fitting.driver import Cap, Cause, run_series
-from batchwright.fitting.search import by_doubling, by_powers_of_two
+from batchwright.planning.search import by_doubling, by_powers_of_two
 
 
 def outcome(size: int, verdict: str, **fields: object) -> Outcome:

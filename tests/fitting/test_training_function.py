@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from batchwright.fitting.driver import Cap, Cause
 from batchwright.fitting.find_batch_size import Sizes, _well_divisible, by_doubling_among
-from batchwright.fitting.search import Seen
+from batchwright.planning.search import Seen
 from batchwright.planning.split import divisors
 
 

@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.planning.largest import Curve, largest_that_fits, largest_within
+from batchwright.planning.search import Curve, largest_that_fits, largest_within
 from tests.oracle.largest_size import largest_size
 
 pieces = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 200)), min_size=1, max_size=6)

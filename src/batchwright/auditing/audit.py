@@ -167,6 +167,9 @@ def audit_workload(
     return judge_synchronisations(audit, workload, subject, sizes[0])
 
 
+_NOTHING_ACCUMULATED = "nothing was accumulated: every split is one micro-batch, and proves nothing"
+
+
 def audit_subject(
     subject: AuditSubject, sizes: Sequence[tuple[int, ...]], tails: Sequence[tuple[int, ...]], *, name: str, what: str
 ) -> Audit:
@@ -207,7 +210,7 @@ def audit_subject(
         remedy=first.remedy if first else None,
         explanation=first.explanation if first else "",
         notes=(
-            *_nothing_accumulated(tried),
+            *(_NOTHING_ACCUMULATED,) * all(len(one.sizes) == 1 for one in tried),
             *(compared.note,) * bool(compared.note),
             *subject.notes,
             *dict.fromkeys(one.note for one in tried if one.note),
@@ -273,12 +276,6 @@ def _defects(
         elif carried is not None:
             defects.append(carried)
     return defects, condition
-
-
-def _nothing_accumulated(tried: Sequence[_Tried]) -> list[str]:
-    if any(len(one.sizes) > 1 for one in tried):
-        return []
-    return ["nothing was accumulated: every split is one micro-batch, and proves nothing"]
 
 
 @dataclass(frozen=True)
@@ -353,13 +350,11 @@ def _find_cause(subject: AuditSubject, worst: _Tried, accumulation: int, defects
 
 
 def _cause_of_gradient(subject: AuditSubject, worst: _Tried, accumulation: int) -> Cause:
-    if subject.has_batch_norm:
-        with subject.frozen_statistics():
-            again = _try_split(subject, worst.sizes, accumulation)
-            if again.result.exact:
-                return BATCH_NORM
-            return _from_evidence(subject, again, accumulation)
-    return _from_evidence(subject, worst, accumulation)
+    if not subject.has_batch_norm:
+        return _from_evidence(subject, worst, accumulation)
+    with subject.frozen_statistics():
+        again = _try_split(subject, worst.sizes, accumulation)
+        return BATCH_NORM if again.result.exact else _from_evidence(subject, again, accumulation)
 
 
 def _from_evidence(subject: AuditSubject, tried: _Tried, accumulation: int) -> Cause:

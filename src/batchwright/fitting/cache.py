@@ -34,7 +34,7 @@ import torch
 from batchwright import __version__
 from batchwright.device.device import open_device
 from batchwright.fitting.fit_result import Fit, NextSize
-from batchwright.fitting.search import Seen, skip_known
+from batchwright.planning.search import Seen, skip_known
 from batchwright.state.process_state import uninterrupted
 from batchwright.state.untouched import untouched
 from batchwright.targets import Target, is_installed_or_ours

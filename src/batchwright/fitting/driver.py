@@ -29,8 +29,11 @@ from batchwright.device.step import StepSettings
 from batchwright.errors import BatchwrightError, NothingFitsError, StepFailedError
 from batchwright.fitting.child import CRASHED
 from batchwright.fitting.fit_result import Fit, MemoryLine, NextSize, limited_peak, name_shape
-from batchwright.fitting.search import (
+from batchwright.memory.breakdown import Breakdown, break_down
+from batchwright.memory.estimate import without_torchs_own_log
+from batchwright.planning.search import (
     CannotPredictError,
+    Curve,
     Seen,
     by_doubling,
     by_exact_peaks,
@@ -41,9 +44,6 @@ from batchwright.fitting.search import (
     fall_back,
     next_size,
 )
-from batchwright.memory.breakdown import Breakdown, break_down
-from batchwright.memory.estimate import without_torchs_own_log
-from batchwright.planning.largest import Curve
 from batchwright.trace.run import trace_workload
 from batchwright.units import format_bytes
 

@@ -34,8 +34,8 @@ from batchwright.errors import InvalidInputError
 from batchwright.fitting.driver import Cap, Cause, Refusal, Series, Stop, list_trials, nothing_fits, run_series
 from batchwright.fitting.fit_result import Fit, Restored
 from batchwright.fitting.probers import open_budget, refuse_spread
-from batchwright.fitting.search import Seen, by_doubling, next_size
 from batchwright.planning.plan import Plan, plan
+from batchwright.planning.search import Seen, by_doubling, next_size
 from batchwright.planning.split import divisors, largest_divisor
 from batchwright.ranks.meeting import find_place
 from batchwright.state.held_objects import held_objects

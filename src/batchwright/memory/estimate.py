@@ -31,7 +31,7 @@ from batchwright.memory.on_card import (
     read_settings,
     upper_on_card,
 )
-from batchwright.planning.largest import largest_within
+from batchwright.planning.search import largest_within
 from batchwright.simulated.card import kernels_of
 from batchwright.state.untouched import leaves_untouched, untouched
 from batchwright.trace.run import Traced, check_batches, trace_workload

@@ -126,17 +126,12 @@ class Moment:
     phase: str
     module: str
     operator: str
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    temporaries: int
-    inputs: int
+    parts: dict[str, int]
 
     @property
     def total(self) -> int:
         """All bytes alive."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.temporaries + self.inputs
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -156,19 +151,17 @@ class _Step:
         self, phase: str, module: str, operator: str, *, gradients: int, activations: int, temporaries: int
     ) -> Moment:
         held = self.held
-        return Moment(
-            phase,
-            module,
-            operator,
-            held.weights,
+        parts = {
+            "weights": held.weights,
             # A rank of ZeRO-2 keeps its share only.
-            min(gradients, held.gradients),
-            held.optimizer,
-            activations,
-            temporaries + held.gathered,
+            "gradients": min(gradients, held.gradients),
+            "optimizer": held.optimizer,
+            "activations": activations,
+            "temporaries": temporaries + held.gathered,
             # Token numbers and labels, 8 bytes each.
-            16 * self.tokens,
-        )
+            "inputs": 16 * self.tokens,
+        }
+        return Moment(phase, module, operator, parts)
 
 
 def step_moments(
@@ -353,9 +346,6 @@ def _layer_transient(step: _Step) -> int:
     return max(mlp, pairs - freed)
 
 
-_COUNTED = ("weights", "gradients", "optimizer", "activations", "temporaries", "inputs")
-
-
 def estimate_named(
     name: str,
     *,
@@ -408,10 +398,8 @@ def estimate_named(
         on="formula",
         peak_bytes=PeakBytes(top.total),
         upper_bytes=PeakBytes(max(top.total, *(moment.total for moment in upper))),
-        parts={part: getattr(top, part) if part in _COUNTED else None for part in PARTS},
-        grows_with_batch={
-            part: getattr(more, part) - getattr(top, part) if part in _COUNTED else None for part in PARTS
-        },
+        parts={part: top.parts.get(part) for part in PARTS},
+        grows_with_batch={part: more.parts[part] - top.parts[part] if part in top.parts else None for part in PARTS},
         peak_at=PeakMoment(top.phase, top.module, top.operator),
         largest=_largest(shape, setup, samples, length, top),
         phases=tuple(
@@ -435,16 +423,16 @@ def checked_length(shape: ModelShape, seq_len: int) -> int:
 
 def _largest(shape: ModelShape, setup: Setup, samples: int, length: int, top: Moment) -> tuple[Owner, ...]:
     owners = [
-        Owner(getattr(top, part), 1, part, "model", part, "training") for part in ("weights", "gradients", "optimizer")
+        Owner(top.parts[part], 1, part, "model", part, "training") for part in ("weights", "gradients", "optimizer")
     ]
-    if top.activations and not setup.checkpointing:
+    if top.parts["activations"] and not setup.checkpointing:
         layers = 1 if top.module == "layers.0" else shape.layers
         owners += [
             Owner(layers * samples * tensor.num_bytes(length), layers, "activations", "layers", tensor.name, "forward")
             for tensor in layer_tensors(shape, setup)
         ]
-    if top.temporaries:
-        owners.append(Owner(top.temporaries, 1, "temporaries", top.module, top.operator, top.phase))
+    if top.parts["temporaries"]:
+        owners.append(Owner(top.parts["temporaries"], 1, "temporaries", top.module, top.operator, top.phase))
     return tuple(sorted((owner for owner in owners if owner.num_bytes), key=lambda o: -o.num_bytes)[:10])
 
 

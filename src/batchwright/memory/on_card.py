@@ -29,7 +29,7 @@ from batchwright.device.device import default_device, open_device, present_devic
 from batchwright.device.step import StepSettings
 from batchwright.errors import InvalidInputError, NothingFitsError, StepFailedError
 from batchwright.memory.breakdown import break_down
-from batchwright.planning.largest import largest_that_fits, largest_within
+from batchwright.planning.search import largest_that_fits, largest_within
 from batchwright.simulated.allocator.caching_allocator import History, goes_through, peaks_with_room
 from batchwright.simulated.allocator.settings import AllocatorSettings
 from batchwright.simulated.card import SimulatedCard

@@ -16,7 +16,7 @@ from batchwright.catalogue.models import ModelShape, find_model
 from batchwright.errors import InvalidInputError
 from batchwright.memory.formula_tensors import Setup
 from batchwright.memory.formulas import checked_length, step_moments
-from batchwright.planning.largest import largest_within
+from batchwright.planning.search import largest_within
 from batchwright.printed_result import PrintedResult
 from batchwright.units import LARGEST_COUNT, format_bytes, one_of, parse_bytes
 
@@ -200,7 +200,7 @@ def _totals(shape: ModelShape, setup: Setup, samples: int, seq_len: int, task: s
     if generates:
         # Between two steps: keys and values of every layer, and fp32 logits of the last position.
         cache = 2 * shape.layers * shape.key_width * setup.precision.compute * seq_len
-        held = moments[-1].weights + moments[-1].optimizer
+        held = moments[-1].parts["weights"] + moments[-1].parts["optimizer"]
         totals.append(held + samples * (cache + 4 * shape.vocab))
     return totals
 

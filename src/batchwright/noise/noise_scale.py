@@ -182,9 +182,9 @@ class NoiseScale:
             self._source = self._of_own_loop(model, as_list(optimizer), micro_batch, along, scaler, every)
         names = self._source.leaves.weights.names
         self._alike = RanksAlike()
-        self._track = Track(window=window, unit=unit or "samples", names=names, every=every)
+        self._known = Track(window=window, unit=unit or "samples", names=names, every=every)
         self._has_unit = unit is not None
-        self._track.population = self._population
+        self._known.population = self._population
         others = self._source.leaves.weights.num_others
         if others:
             self.notes.append(f"{counted(others, 'weight')} get gradients but are in no optimizer, and are left out")
@@ -196,32 +196,27 @@ class NoiseScale:
     @property
     def critical_batch(self) -> CriticalBatch | None:
         """The estimate over the window; None before the first observation."""
-        self._read()
         return self._track.critical_batch()
 
     @property
     def by_group(self) -> dict[str, CriticalBatch]:
         """The estimate for each of the optimizer's parameter groups."""
-        self._read()
         estimates = {name: self._track.critical_batch(group) for group, name in enumerate(self._track.names)}
         return {name: critical for name, critical in estimates.items() if critical is not None}
 
     @property
     def history(self) -> list[HistoryPoint]:
         """The estimate along the run, four points per window."""
-        self._read()
         return list(self._track.history)
 
     @property
     def progress(self) -> tuple[float | None, float]:
         """The units that are averaged over, None before the first observation, and those that were seen in all."""
-        self._read()
         return self._track.window, self._track.total_units
 
     @property
     def observations(self) -> int:
         """Steps that were measured so far."""
-        self._read()
         return self._track.num_seen
 
     @property
@@ -232,12 +227,10 @@ class NoiseScale:
 
     def average_over(self, window: float) -> None:
         """Average over another number of units from now on."""
-        self._read()
         self._track.average_over(window)
 
     def restart(self) -> None:
         """Forget the window, after something was changed that changes the gradients themselves."""
-        self._read()
         self._track.restart()
 
     def close(self) -> None:
@@ -247,10 +240,10 @@ class NoiseScale:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything measured so far as plain data."""
-        self._read()
+        track = self._track.state_dict()
         return {
             "steps": self._source.num_windows,
-            "track": self._track.state_dict(),
+            "track": track,
             "skipped": dict(self._skipped),
             "notes": list(self.notes),
         }
@@ -281,7 +274,6 @@ class NoiseScale:
 
     def weights_changed(self, weights: Weights) -> None:
         """Begin anew: weights were frozen, thawed, added or taken away."""
-        self._read()
         self._track.restart()
         self._track.names = list(weights.names)
         self.notes.append(f"the weights that train changed after {self._track.num_seen} observations: measured anew")
@@ -291,6 +283,12 @@ class NoiseScale:
         if text not in self.notes:
             self.notes.append(text)
             warnings.warn(text, NoiseScaleWarning, stacklevel=3)
+
+    @property
+    def _track(self) -> Track:
+        """The observations, all that ranks have sent by now among them."""
+        self._read()
+        return self._known
 
     def _read(self) -> None:
         unread, self._unread = self._unread, []
@@ -307,7 +305,7 @@ class NoiseScale:
                 self.skip(report.reason)
                 continue
             self._name_unit(report)
-            self._track.add(report.observations, step=number, samples=report.samples)
+            self._known.add(report.observations, step=number, samples=report.samples)
             if self._alike.add(report.squares_by_rank):
                 self.note(self._alike.warning)
 

@@ -306,13 +306,8 @@ def answer(
 
 def _check_positions(values: KnownValues, shape: Sequence[int], positions: torch.Tensor, dim: int) -> None:
     """Likewise for positions that cannot be counted from the end."""
-    bounds = _bounds(values, positions)
-    if bounds is None or not shape:
-        return
-    size, (lowest, highest) = shape[dim], bounds
-    if lowest < 0 or highest >= size:
-        outside = highest if highest >= size else lowest
-        raise IndexError(f"index {outside} is out of bounds for dimension {dim % len(shape)} with size {size}")
+    if shape:
+        _check_bounds(values, positions, shape, dim % len(shape), least=0)
 
 
 def _check_classes(
@@ -328,14 +323,19 @@ def _check_classes(
             raise IndexError(f"target {int(outside.flatten()[0])} is out of bounds: there are {num_classes} classes")
 
 
-def _bounds(values: KnownValues, positions: torch.Tensor) -> tuple[int, int] | None:
-    """The lowest and the highest of positions, where they are known."""
+def _check_bounds(
+    values: KnownValues, positions: torch.Tensor, shape: Sequence[int], dim: int, *, least: int | None = None
+) -> None:
+    """Refuse known positions outside of a dimension; without `least` they may be counted from its end."""
     real = values.real(positions)
     if real is None or not real.numel():
-        return None
+        return
     with unset_fake_temporarily():
-        lowest, highest = real.aminmax()
-        return int(lowest), int(highest)
+        lowest, highest = map(int, real.aminmax())
+    size = shape[dim]
+    if lowest < (-size if least is None else least) or highest >= size:
+        outside = highest if highest >= size else lowest
+        raise IndexError(f"index {outside} is out of bounds for dimension {dim} with size {size}")
 
 
 def _check_indices(values: KnownValues, shape: Sequence[int], indices: Sequence[Any]) -> None:
@@ -343,12 +343,8 @@ def _check_indices(values: KnownValues, shape: Sequence[int], indices: Sequence[
     dimension = 0
     for index in indices:
         is_mask = index is not None and index.dtype in _MASKS
-        bounds = None if index is None or is_mask else _bounds(values, index)
-        if bounds is not None and dimension < len(shape):
-            size, (lowest, highest) = shape[dimension], bounds
-            if lowest < -size or highest >= size:
-                outside = highest if highest >= size else lowest
-                raise IndexError(f"index {outside} is out of bounds for dimension {dimension} with size {size}")
+        if index is not None and not is_mask and dimension < len(shape):
+            _check_bounds(values, index, shape, dimension)
         dimension += index.dim() if is_mask else 1
 
 

@@ -21,6 +21,7 @@ import itertools
 import math
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -34,7 +35,7 @@ from batchwright.state.process_state import kept_random_state
 from batchwright.units import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 
 Verdict = Literal["uses", "ignores", "partly", "divided"]
@@ -348,8 +349,8 @@ def _unchanged(trainer: Any, reason: str, head: HeadCheck | None = None, *, is_e
 # The methods that take the place of Trainer's.
 
 
-def _by_units(trainer: Any, unit: str) -> Any:
-    """Weight the mean of each micro-batch by its units over those of the window."""
+def _with_a_count(trainer: Any, compute: Callable[..., tuple[torch.Tensor, Any]]) -> Any:
+    """Return a `compute_loss` that asks `compute` where Trainer hands it a count, else the trainer's own."""
     original = trainer.compute_loss
 
     def compute_loss(
@@ -357,36 +358,40 @@ def _by_units(trainer: Any, unit: str) -> Any:
     ) -> Any:
         if num_items_in_batch is None:
             return original(model, inputs, return_outputs=return_outputs, **more)
+        loss, outputs = compute(
+            partial(original, model, return_outputs=True, **more), model, inputs, num_items_in_batch
+        )
+        return (loss, outputs) if return_outputs else loss
+
+    return compute_loss
+
+
+def _by_units(trainer: Any, unit: str) -> Any:
+    """Weight the mean of each micro-batch by its units over those of the window."""
+
+    def compute(of_head: Any, model: Any, inputs: Any, count: Any) -> tuple[torch.Tensor, Any]:
         units = count_units(trainer, unit, inputs)
         if unit not in ("samples", "micro-batches"):
             inputs = {**inputs, "labels": _never_empty(inputs["labels"], units)}
         # Without a count Trainer leaves the head's mean as it is; what the count is for comes here, and only here.
-        loss, outputs = original(model, inputs, return_outputs=True, **more)
-        total = torch.as_tensor(num_items_in_batch, device=loss.device).clamp(min=1)
-        loss = loss * (units * _factor(trainer, model) / total)
-        return (loss, outputs) if return_outputs else loss
+        loss, outputs = of_head(inputs)
+        total = torch.as_tensor(count, device=loss.device).clamp(min=1)
+        return loss * (units * _factor(trainer, model) / total), outputs
 
-    return compute_loss
+    return _with_a_count(trainer, compute)
 
 
 def _by_asking_for_more(trainer: Any) -> Any:
     """Have the term that ignores the count shrink by the micro-batches and ranks that each bring it once."""
-    original = trainer.compute_loss
 
-    def compute_loss(
-        model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **more: Any
-    ) -> Any:
-        if num_items_in_batch is None:
-            return original(model, inputs, return_outputs=return_outputs, **more)
+    def compute(of_head: Any, model: Any, inputs: Any, count: Any) -> tuple[torch.Tensor, Any]:
         # The head returns counted / count + ignored. At count = total / shares, and divided by shares, that makes
         # counted / total + ignored / shares, though nobody told us which part is which.
         shares = (trainer.current_gradient_accumulation_steps if model.training else 1) * _ranks(trainer)
-        less = num_items_in_batch / shares
-        loss, outputs = original(model, inputs, return_outputs=True, num_items_in_batch=less, **more)
-        loss = loss / shares
-        return (loss, outputs) if return_outputs else loss
+        loss, outputs = of_head(inputs, num_items_in_batch=count / shares)
+        return loss / shares, outputs
 
-    return compute_loss
+    return _with_a_count(trainer, compute)
 
 
 def _counting(trainer: Any, unit: str) -> Any:

@@ -36,7 +36,7 @@ from batchwright.fitting.find_batch_size import CountedSteps, keep_effective_bat
 from batchwright.fitting.fit import longest_first
 from batchwright.fitting.fit_result import Fit, Restored
 from batchwright.fitting.probers import open_budget, refuse_spread
-from batchwright.fitting.search import by_doubling, by_peaks
+from batchwright.planning.search import by_doubling, by_peaks
 from batchwright.state.held_objects import held_objects
 from batchwright.state.kept_state import KeptState
 from batchwright.state.process_state import cheap_collections, uninterrupted

@@ -11,7 +11,7 @@ Promises:
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +57,12 @@ def register_autocast() -> tuple[torch.library.Library, ...]:
     others = torch.library.Library("_", "IMPL", _KEY)
     others.fallback(torch.library.fallthrough_kernel)
     aten = torch.library.Library("aten", "IMPL", _KEY)
-    for names, rule in ((_LOWER, _lower), (_FLOAT32, _float32), (_FLOAT32_RESULT, _float32_result), (_WIDEST, _widest)):
+    for names, rule in (
+        (_LOWER, _lower),
+        (_FLOAT32, partial(_run_in, torch.float32)),
+        (_FLOAT32_RESULT, _float32_result),
+        (_WIDEST, _widest),
+    ):
         for name in names.split():
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -89,10 +94,6 @@ def _refuse_to_overflow(*_: Any, **__: Any) -> Any:
 
 def _lower(operator: Any, args: Any, kwargs: Any) -> Any:
     return _run_in(torch.get_autocast_dtype(NAME), operator, args, kwargs)
-
-
-def _float32(operator: Any, args: Any, kwargs: Any) -> Any:
-    return _run_in(torch.float32, operator, args, kwargs)
 
 
 def _float32_result(operator: Any, args: Any, kwargs: Any) -> Any:

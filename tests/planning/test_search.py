@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.fitting.search import (
+from batchwright.planning.search import (
     Seen,
     by_doubling,
     by_exact_peaks,

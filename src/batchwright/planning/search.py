@@ -1,9 +1,18 @@
-"""Which size to try next: searches that know nothing of devices.
+"""The largest size within a budget: every search for it, by few looks or few probes; none knows of devices.
 
-A search is a generator: it yields a size and is sent what happened there. Whoever drives it (one process, children,
-many ranks) runs the probe. A search ends when the largest size that fits and the smallest that does not are neighbours.
+The peak is a maximum of affine pieces in the micro-batch (forward, backward, optimizer step), flat at first and
+then rising, so it is convex: a chord lies above it, and a line drawn on beyond two of its points lies below. Where a
+size can be looked at (a trace, a formula), `Curve` and `largest_within` do so. Where it has to be run, a search is a
+generator: it yields a size and is sent what happened there. Whoever drives it (one process, children, many ranks) runs
+the probe. A search ends when the largest size that fits and the smallest that does not are neighbours.
 
-Promises:
+Promises of looks:
+- the exact answer was looked at and is within the limit; so was the next size, which is not, unless it is past the cap;
+- a peak that is not convex costs looks, never a wrong answer, as long as it does not fall;
+- a rough answer spends no look on a piece that is known to be straight; what one limit learnt serves the next;
+- no size is looked at twice.
+
+Promises of probes:
 - no size is tried twice, and none above the cap;
 - steps that only say yes or no: doubling, then halving of the gap;
 - steps whose peak is known: at most four probes on a line a + b n;
@@ -20,10 +29,134 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from batchwright.planning.largest import STRIDE, Curve, find_crossing, halve, meet_lines
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
+
+
+# A look costs the same at any size, so the flat start is crossed in such strides.
+STRIDE = 16
+# A look this near the line, as a share of the limit, lies on it; what is left is less than kernels differ by.
+_ON_THE_LINE = 1 / 8192
+
+
+def find_crossing(peaks: Mapping[int, int], left: int, right: int, limit: int) -> int:
+    """Return the last size within the limit on the line through two sizes; the peak must rise between them.
+
+    >>> find_crossing({4: 128, 16: 212}, 4, 16, limit=1000)
+    128
+    """
+    return left + (limit - peaks[left]) * (right - left) // (peaks[right] - peaks[left])
+
+
+def meet_lines(peaks: Mapping[int, int], low: int, high: int, limit: int) -> int:
+    """Draw on the lines through two sizes that fit and through two that do not; the answer is not beyond either.
+
+    >>> meet_lines({4: 400, 16: 400, 64: 960, 128: 1920}, 16, 64, limit=500)
+    33
+    """
+    below, beyond = max((n for n in peaks if n < low), default=low), min((n for n in peaks if n > high), default=high)
+    from_the_left, from_the_right = STRIDE * low, high
+    if peaks[low] > peaks[below]:
+        from_the_left = find_crossing(peaks, below, low, limit)
+    if beyond > high and peaks[beyond] > peaks[high]:
+        from_the_right = find_crossing(peaks, high, beyond, limit)
+    bound = min(from_the_left, from_the_right)
+    return bound if bound < high - 1 or high not in peaks else halve(peaks, low, high, limit)
+
+
+def halve(peaks: Mapping[int, int], low: int, high: int, limit: int) -> int:
+    """Return the middle, whatever the peaks are: what the others fall back to."""
+    return (low + high) // 2
+
+
+def largest_within(peak: Callable[[int], int], limit: int, *, cap: int) -> int | None:
+    """Return the largest size up to `cap` whose peak is within the limit; None if not even 1 is.
+
+    >>> looks = []
+    >>> def peak(n):
+    ...     looks.append(n)
+    ...     return max(800, 500 + 30 * n)
+    >>> largest_within(peak, 2000, cap=4096), looks
+    (50, [1, 16, 101, 50, 51])
+    """
+    return Curve(peak, cap=cap).largest_within(limit) or None
+
+
+def largest_that_fits(fits: Callable[[int], bool], *, above: int, cap: int) -> int:
+    """Return the largest size up to `cap` that fits, if `above` does, by yes or no alone: for one just above it.
+
+    >>> largest_that_fits(lambda size: size <= 13, above=10, cap=100)
+    13
+    """
+    low, high = above, above + 1
+    while high <= cap and fits(high):
+        low, high = high, min(2 * high - low + 1, cap + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+class Curve:
+    """Peaks by size, each looked at once.
+
+    >>> looks = []
+    >>> def peak(n):
+    ...     looks.append(n)
+    ...     return max(800, 500 + 30 * n)
+    >>> curve = Curve(peak, cap=4096)
+    >>> curve.roughly_within(2000), curve.roughly_within(1900), curve.roughly_within(700), looks
+    (50, 46, 0, [1, 16, 101, 50])
+    """
+
+    def __init__(self, look: Callable[[int], int], *, cap: int) -> None:
+        self._look = look
+        self._cap = cap
+        self._peaks: dict[int, int] = {}
+        self._straight: set[tuple[int, int]] = set()
+
+    def peak(self, size: int) -> int:
+        """Return the bytes at a size."""
+        if size not in self._peaks:
+            self._peaks[size] = self._look(size)
+        return self._peaks[size]
+
+    def largest_within(self, limit: int) -> int:
+        """Return the largest size up to the cap that is within the limit; 0 if none is."""
+        return self._narrow(limit, is_rough=False)
+
+    def roughly_within(self, limit: int) -> int:
+        """Return the largest size up to the cap within the limit, give or take one; 0 if none is."""
+        return self._narrow(limit, is_rough=True)
+
+    def _narrow(self, limit: int, *, is_rough: bool) -> int:
+        if self.peak(1) > limit:
+            return 0
+        # The middle comes in now and then, so that no curve can make the others creep.
+        narrowing = cycle((find_crossing, find_crossing, meet_lines, meet_lines, halve))
+        while True:
+            low = max(size for size, peak in self._peaks.items() if peak <= limit and size <= self._cap)
+            high = min((size for size, peak in self._peaks.items() if peak > limit and size > low), default=None)
+            beyond = self._cap + 1 if high is None else high
+            if beyond - low <= 1:
+                return low
+            if is_rough and (low, high) in self._straight:
+                return find_crossing(self._peaks, low, beyond, limit)
+            guess = meet_lines if high is None else next(narrowing)
+            self._look_at(min(max(guess(self._peaks, low, beyond, limit), low + 1), beyond - 1), limit)
+
+    def _look_at(self, size: int, limit: int) -> None:
+        """Look at a size, and see whether it lies on the line through its neighbours."""
+        below = sorted(known for known in self._peaks if known < size)
+        above = min((known for known in self._peaks if known > size), default=None)
+        left, right = (below[-1], above) if above is not None else (below[-2] if len(below) > 1 else None, below[-1])
+        peak = self.peak(size)
+        if left is None:
+            return
+        rise = (self._peaks[right] - self._peaks[left]) * (size - left) // (right - left)
+        if abs(peak - self._peaks[left] - rise) <= limit * _ON_THE_LINE:
+            first, second, third = sorted((left, right, size))
+            self._straight |= {(first, second), (second, third)}
 
 
 class CannotPredictError(Exception):
@@ -184,7 +317,9 @@ def by_exact_peaks(cap: int, limit: int) -> Generator[int, Seen, None]:
             reserved[size], tensors[size] = seen.peak, seen.allocated
         low, high = bounds.low, bounds.high
         if not bounds.has_failed:
-            size = _stride(tensors, low, limit)
+            # A line through two sizes on the flat start would lead too far.
+            is_known = low in tensors
+            size = min(meet_lines(tensors, low, cap + 1, limit), _LONGEST_STRIDE * low) if is_known else STRIDE * low
         elif low not in tensors or high not in tensors or limit >= reserved[high]:
             size = (low + high) // 2
         elif limit >= tensors[high]:
@@ -196,16 +331,7 @@ def by_exact_peaks(cap: int, limit: int) -> Generator[int, Seen, None]:
 
 # Beyond so many samples a gap of one is finer than what an allocator rounds to: a thousandth will do.
 _FINEST = 1024
-# A line through two sizes on the flat start would lead too far.
 _LONGEST_STRIDE = 64
-
-
-def _stride(tensors: Mapping[int, int], low: int, limit: int) -> int:
-    """Go on from the largest size that fits: along the line through the last two, or by a stride where it is flat."""
-    below = max((size for size in tensors if size < low), default=low)
-    if low not in tensors or tensors[low] <= tensors[below]:
-        return STRIDE * max(low, 1)
-    return min(find_crossing(tensors, below, low, limit), _LONGEST_STRIDE * low)
 
 
 def _next_by_peaks(bounds: Bounds, limit: int, noise: int) -> int:
