@@ -16,11 +16,9 @@ what to do; a caller in Python reads the same text as a person at the terminal.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from types import ModuleType
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
 
 
 class BatchwrightError(Exception):

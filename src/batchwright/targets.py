@@ -16,18 +16,15 @@ import shlex
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType, TracebackType
 
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
 from batchwright.workload import Workload
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import ModuleType, TracebackType
 
 
 def is_from_users_code(error: BaseException) -> bool:

@@ -7,15 +7,12 @@ Promises:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchwright.printed_result import PrintedResult
 from batchwright.units import finite
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 TOLERANCES = {"fp32": 1e-5, "fp64": 1e-10}
 BIG_BATCH = "the big batch"

@@ -12,18 +12,16 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import combinations
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _MIB = 1 << 20
 # Words that vendors and drivers put around a name, and people leave out.

@@ -29,10 +29,11 @@ import ctypes
 import mmap
 import sys
 import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,10 +44,6 @@ from batchwright.device.outcome import Outcome, judge
 from batchwright.device.step import Device
 from batchwright.state.kept_tensor import storages_of
 from batchwright.units import PeakBytes, format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
 
 # From malloc.h of glibc.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

@@ -26,17 +26,15 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from batchwright.errors import BatchwrightError
 from batchwright.targets import users_traceback_text
 from batchwright.units import PeakBytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,14 @@ import math
 import time
 import warnings
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from batchwright.accumulate.windows import Step
 from batchwright.errors import InvalidInputError
 from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.planning.plan import Plan
 from batchwright.units import shortened, whole_number
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
 
 MICRO = "batch/micro"
 ACCUMULATION = "batch/accumulation"

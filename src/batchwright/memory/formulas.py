@@ -24,19 +24,15 @@ QLoRA has no trace: its 4-bit kernels exist on GPUs only. ZeRO is arithmetic on 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING
 
 from batchwright.catalogue.models import ModelShape, count_parameters, find_model
 from batchwright.errors import InvalidInputError
 from batchwright.memory.estimate_result import PARTS, Estimate, Owner, PeakMoment, PhasePeak
 from batchwright.memory.formula_tensors import ALWAYS_EAGER, LORA_RANK, OPTIMIZERS, Setup, layer_tensors, outer_tensors
 from batchwright.units import PeakBytes, format_bytes, whole_number
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 # NF4 with double quantisation (Dettmers et al. 2023, arXiv:2305.14314): 4 bits a weight, an 8-bit scale for each
 # block of 64, and an fp32 scale for each 256 of those: 4 + 8/64 + 32/(64 * 256) = 4.127 bits.

@@ -8,8 +8,9 @@ Promises:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchwright.catalogue.cards import context_of, find_card
 from batchwright.catalogue.models import ModelShape, find_model
@@ -19,10 +20,6 @@ from batchwright.memory.formulas import checked_length, step_moments
 from batchwright.planning.search import largest_within
 from batchwright.printed_result import PrintedResult
 from batchwright.units import LARGEST_COUNT, format_bytes, one_of, parse_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
 
 # A rule of thumb that people use. It knows nothing of the sequence length, the weights or the way of tuning, which is
 # why it only stands beside a computed answer. The numbers are the rule's own: gigabytes per sample by size, a factor by

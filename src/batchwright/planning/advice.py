@@ -10,17 +10,15 @@ Promises:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchwright.errors import InvalidInputError
 from batchwright.planning.learning_rate import LearningRateRule, checked_learning_rate, rule_for
 from batchwright.planning.split import choose_split, largest_divisor
 from batchwright.printed_result import PrintedResult
 from batchwright.units import one_of, whole_number
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 @dataclass(frozen=True)

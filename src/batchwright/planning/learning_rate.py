@@ -13,17 +13,15 @@ Promises:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, linear_regression
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchwright.errors import InvalidInputError
 from batchwright.planning.critical_batch import CriticalBatch, Range, checked_batch, over_interval
 from batchwright.printed_result import PrintedLine
 from batchwright.units import positive_number, shortened
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ Promises:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from batchwright.errors import InvalidInputError
 from batchwright.planning.split import (
@@ -28,10 +29,6 @@ from batchwright.planning.split import (
 from batchwright.planning.times import ASSUMED, TimeModel, Times, fit_times
 from batchwright.printed_result import PrintedResult
 from batchwright.units import counted, one_of, shortened, whole_number
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 _ROUNDING = {
     "nearest": "comes nearest",

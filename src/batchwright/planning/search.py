@@ -25,13 +25,9 @@ Promises of probes:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
-
 
 # A look costs the same at any size, so the flat start is crossed in such strides.
 STRIDE = 16

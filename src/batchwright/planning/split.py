@@ -18,16 +18,13 @@ Promises of the batch sampler:
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 from batchwright.errors import InvalidInputError
 from batchwright.units import counted, whole_number
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
 
 Policy = Literal["nearest", "at-least", "at-most", "exact"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)

@@ -16,10 +16,11 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from batchwright.catalogue.cards import names_a_card
 from batchwright.errors import BatchwrightError, RankFailedError, StepFailedError
@@ -37,10 +38,6 @@ from batchwright.ranks.meeting import (
 )
 from batchwright.ranks.watch import BUSY_FACTOR, Watch
 from batchwright.workload import Workload
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 _Takes = ParamSpec("_Takes")
 _Gives = TypeVar("_Gives")

@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,10 +46,6 @@ from batchwright.errors import CannotTraceError, InvalidInputError
 from batchwright.simulated.torch_patches.backend import NAME
 from batchwright.simulated.torch_patches.patches import Patch, applied, do_nothing, refusing, undone
 from batchwright.simulated.torch_patches.torch_cuda import seen_device
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
 
 # The ways into a mesh after which it makes another one, or reads its numbers; not every torch has all of them.
 _READ_NUMBERS = ("__getitem__", "_flatten", "_unflatten", "get_local_rank", "_get_all_submeshes", "__repr__")

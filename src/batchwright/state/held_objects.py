@@ -20,6 +20,7 @@ import functools
 import io
 import sys
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -33,7 +34,7 @@ from types import (
     NoneType,
     SimpleNamespace,
 )
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,10 +42,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from batchwright.state.process_state import put_back_of_generator
 from batchwright.targets import is_installed_or_ours
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 _WALKED = (nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
 # What is emptied and refilled, by methods of these classes: those of a subclass may do anything.

@@ -23,9 +23,10 @@ import contextlib
 import io
 import operator
 import sys
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,10 +51,6 @@ from batchwright.state.held_objects import (
 from batchwright.state.kept_tensor import KeptTensor, Spans, loaded_again, num_bytes_of, turn_into
 from batchwright.state.process_state import put_back_of_generator, random_sources
 from batchwright.units import counted, format_bytes, shortened
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
 
 # What functions hold besides models and optimizers may be a whole dataset.
 _MOST_HELD_BYTES, _MOST_VALUES = 256 * 2**20, 200_000

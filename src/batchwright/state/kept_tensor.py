@@ -9,17 +9,14 @@ Promises:
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Bytes that are kept already, by storage, first byte and length. The tensor keeps the storage alive: its address is

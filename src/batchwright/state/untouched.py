@@ -18,10 +18,11 @@ import gc
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -30,10 +31,6 @@ from batchwright.state.held_objects import held_objects, reach_of
 from batchwright.state.kept_state import KeptState
 from batchwright.state.process_state import INTERRUPTS, ProcessState, freeze_old_objects
 from batchwright.workload import Workload
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
 
 Question = TypeVar("Question", bound="Callable[..., Any]")
 # What a workload's functions are called for on the host, where no tensor is fake even under a trace.

@@ -9,7 +9,8 @@ Promises:
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from batchwright.simulated.torch_patches.patches import Patch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Larger blocks come from the system as zeros, and are no memory until they are written to.
 _SMALL = 2**20

@@ -19,21 +19,18 @@ Promises:
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, combinations
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from batchwright.trace.refusals import NotFollowedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
 
 # The fused attention of the CPU works on a tile of queries by keys in each thread. A tile's size follows from the
 # lengths and the type alone, so the bytes are a formula, read off torch 2.13.0's allocations

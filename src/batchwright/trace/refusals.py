@@ -12,9 +12,10 @@ from __future__ import annotations
 import re
 import sys
 import traceback
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -29,10 +30,6 @@ import batchwright
 from batchwright.errors import CannotTraceError, MixedDevicesError
 from batchwright.simulated.torch_patches.backend import NAME as SIMULATED
 from batchwright.simulated.torch_patches.patches import Patch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
 
 # What torch raises by itself where it needs values, or has no rule.
 TORCHS_OWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)

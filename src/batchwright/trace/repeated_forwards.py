@@ -13,17 +13,14 @@ Promises:
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # So often is a forward followed before it is believed to repeat itself.
 _FOLLOWED = 3

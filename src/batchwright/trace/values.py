@@ -22,7 +22,8 @@ Promises:
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -30,10 +31,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
 from batchwright.units import one_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
 
 _LARGEST_KNOWN_BYTES = 4096
 # Whole numbers in a row on the host: the lengths of the sequences of a batch, which decide how much a packed one holds.

@@ -9,7 +9,9 @@ Promises:
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
@@ -19,11 +21,6 @@ from batchwright.errors import import_extra
 from batchwright.integrations.live_run import LiveBatch, ShowsLiveBatch, check_flag
 from batchwright.integrations.trackers import tracker_for
 from batchwright.integrations.transformers.trainer import audit_trainer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
-
 
 # From the callback over the handler's two methods to the Trainer's own are four.
 _MOST_FRAMES = 6

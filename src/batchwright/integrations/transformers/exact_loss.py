@@ -19,10 +19,11 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch.utils.data import IterableDataset
@@ -33,10 +34,6 @@ from batchwright.errors import InvalidInputError, import_extra
 from batchwright.printed_result import PrintedLine
 from batchwright.state.process_state import kept_random_state
 from batchwright.units import shortened
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
 
 Verdict = Literal["uses", "ignores", "partly", "divided"]
 _IGNORED = -100

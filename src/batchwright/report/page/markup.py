@@ -7,14 +7,10 @@ Promises:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from batchwright.report.page.figures import UNKNOWN
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
 
 MARKS = {
     "measured": "it ran, and was measured",

@@ -11,9 +11,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchwright.report.page import figures
 from batchwright.report.page.markup import (
@@ -46,9 +47,6 @@ from batchwright.report.page.run_reading import (
 )
 from batchwright.report.page.time_sections import draw_critical, draw_speed, draw_time
 from batchwright.units import counted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 @cache

@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchwright.errors import InvalidInputError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 MIB = 1024 * 1024
 _INTERVALS = 16

@@ -11,17 +11,14 @@ Promises:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter, tree_map
 
 from batchwright.simulated.torch_patches.backend import NAME, is_on_card, simulated_device
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 _LOWER = """
 _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input

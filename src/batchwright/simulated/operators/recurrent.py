@@ -11,9 +11,10 @@ out step by step, as with batch_first, while a call runs; and the gradient of th
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
@@ -21,10 +22,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from batchwright.simulated.torch_patches.backend import NAME, simulated_device
 from batchwright.simulated.torch_patches.patches import Patch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 # Packing and padding of sequences without memory, on the CPU and on the simulated card, where lengths are known. How
 # much a packed batch holds is in the values of its lengths, and torch reads them by a pointer that a fake tensor has

@@ -16,8 +16,9 @@ Promises:
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -25,10 +26,6 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from batchwright.errors import InvalidInputError
 from batchwright.simulated.torch_patches.patches import Patch, card_announced, is_on_simulated_card
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 # Errors of Python's that pass through torch's own code while tensors are on the simulated device: on its way out of
 # torch's engine an error meets guards that ask the device for its type, in Python, with the error still pending. Python

@@ -16,12 +16,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from itertools import chain
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import _get_current_function_mode
@@ -29,10 +30,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from batchwright.errors import CannotTraceError, InvalidInputError
 from batchwright.state.process_state import INTERRUPTS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
 
 _MISSING: Any = object()
 

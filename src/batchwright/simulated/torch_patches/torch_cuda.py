@@ -19,9 +19,10 @@ Promises:
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Container, Iterator, Mapping
 from importlib import import_module
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -34,10 +35,6 @@ from batchwright.simulated.operators.autocast import forget_casts
 from batchwright.simulated.torch_patches.backend import NAME
 from batchwright.simulated.torch_patches.patches import Patch, do_nothing, refusing
 from batchwright.simulated.torch_patches.redirected_calls import old_types
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping
-
 
 # As torch.cuda.memory_stats names them, and as the allocator does. No other stream ever uses a block here, so that
 # blocks are active as long as they are allocated.
