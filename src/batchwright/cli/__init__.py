@@ -14,16 +14,15 @@ import signal
 import sys
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
 from batchwright import __version__
 from batchwright.cli.streams import open_streams
+from batchwright.errors import BatchwrightError
 from batchwright.ranks.meeting import is_first_rank
-
-if TYPE_CHECKING:
-    from batchwright.errors import BatchwrightError
+from batchwright.targets import is_from_users_code, users_traceback_text
 
 # Name and one-line help of each command, in the order a person asks. Kept here, so that `--help` need not
 # import the commands; a test compares each line with the command's own.
@@ -85,9 +84,6 @@ class LazyGroup(click.Group):
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            from batchwright.errors import BatchwrightError
-            from batchwright.targets import is_from_users_code
-
             if not is_from_users_code(error) or _is_of_lost_reader(error):
                 raise
 
@@ -194,8 +190,6 @@ def _run(args: list[str] | None) -> int:
         sys.stdout = None  # or Python would try again at exit
         return 1
     except Exception as error:
-        from batchwright.errors import BatchwrightError
-
         if isinstance(error, BatchwrightError):
             # Ranks share their errors: one message is enough, that of the rank that failed.
             if not error.is_printed_elsewhere and (error.is_printed_elsewhere is False or is_first_rank()):
@@ -221,8 +215,6 @@ def _leave_at_once(code: int) -> NoReturn:
 
 
 def _show_users_error(error: BaseException) -> int:
-    from batchwright.targets import users_traceback_text
-
     if isinstance(error, SystemExit):
         click.echo(f"Error: the code that was run called sys.exit({error.code!r}).", err=True)
         return 3

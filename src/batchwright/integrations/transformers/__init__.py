@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from batchwright.integrations.accelerate import prepare_loader, use_batch_sampler
 from batchwright.integrations.transformers.exact_loss import ExactLoss, HeadCheck, check_head, exact_loss
-from batchwright.integrations.transformers.token_batches import prepare_loader, use_batch_sampler
 from batchwright.integrations.transformers.trainer import fit_trainer
 
 if TYPE_CHECKING:
