@@ -43,9 +43,7 @@ def test_the_answer_needs_neither_stdin_nor_stderr(closed: str) -> None:
 
 
 def test_no_file_of_ours_takes_the_place_of_a_closed_stream(tmp_path: Path) -> None:
-    opening = (
-        "import os, sys; from batchwright.cli.streams import open_streams; open_streams(); print(os.open('f', 65))"
-    )
+    opening = "import os, sys; from batchwright.cli import open_streams; open_streams(); print(os.open('f', 65))"
     ran = shell(f"cd {tmp_path}; {sys.executable} -c {opening!r} <&- 2>&-".replace("'", '"').replace('"f"', "'f'"))
     assert int(ran.stdout) > 2
 

@@ -193,7 +193,8 @@ class AuditedWorkload(AuditSubject):
     def reference(self, sizes: Sequence[int]) -> Gradient:
         """Return the gradient of one batch of all samples of a split."""
         if self._replays:
-            return self._replayed(self.micro_batches(sizes))
+            parts = self.micro_batches(sizes)
+            return combine([self.of_loss(part, seed) for seed, part in enumerate(parts)], self._shares(parts))
         return self.of_loss(self.micro_batches([sum(sizes)])[0], must_train=True)
 
     def of_loss(self, batch: Any, seed: int = 0, *, must_train: bool = False) -> Gradient:
@@ -290,10 +291,6 @@ class AuditedWorkload(AuditSubject):
         """Turn dropout off where it was replayed; hands out whether it was."""
         with without_dropout(self.model) if self._replays else nullcontext():
             yield self._replays
-
-    def _replayed(self, micro_batches: Sequence[Any]) -> Gradient:
-        gradients = [self.of_loss(micro_batch, seed) for seed, micro_batch in enumerate(micro_batches)]
-        return combine(gradients, self._shares(micro_batches))
 
     def _units(self, micro_batch: Any) -> float:
         return counted_micro_batch(micro_batch, self._workload.units).counts.units

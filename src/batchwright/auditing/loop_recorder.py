@@ -109,14 +109,16 @@ class LoopWatch:
             elif name in self._added_since_step:
                 self._clipped.add(name)
 
-    def unscales(self, optimizer: Any, scale: float) -> None:
+    def unscales(self, scaler: Any, optimizer: Any) -> None:
         """Note that gradients are divided by the scale of a loss."""
-        if scale != 1 and self._clipped & self._names_of(optimizer):
+        is_scaled = scaler.is_enabled() and scaler.get_scale() != 1
+        if is_scaled and self._clipped & self._names_of(optimizer):
             self.habits.clips_before_unscale += 1
 
-    def schedules(self, _: Any) -> None:
-        """Note that a learning rate is stepped."""
-        self._is_scheduled = bool(self._added_since_step)
+    def schedules(self, schedule: Any) -> None:
+        """Note that a learning rate is stepped; a schedule that is being made sets its first by a step of its own."""
+        if not schedule._is_initial:
+            self._is_scheduled = bool(self._added_since_step)
 
     def steps(self, optimizer: Any) -> None:
         """Note that an optimizer steps."""

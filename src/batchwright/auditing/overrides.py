@@ -78,29 +78,23 @@ def without_clipping(listener: Callable[[list[Any]], None]) -> Iterator[None]:
 
 @contextmanager
 def listen_to_steps(
-    unscales: Callable[[Any, float], None], schedules: Callable[[Any], None], other_steps: Callable[[Any], None]
+    unscales: Callable[[Any, Any], None], schedules: Callable[[Any], None], other_steps: Callable[[Any], None]
 ) -> Iterator[None]:
-    """Call a listener before every `GradScaler.unscale_`, step of a schedule and real step of an optimizer here."""
+    """Call a listener before every `GradScaler.unscale_`, step of a schedule and real step of an optimizer here.
+
+    The first is handed the scaler and the optimizer.
+    """
     thread = threading.get_ident()
-
-    def before_unscale(scaler: Any, optimizer: Any) -> None:
-        if scaler.is_enabled():
-            unscales(optimizer, scaler.get_scale())
-
-    def before_schedule(schedule: Any) -> None:
-        # A schedule that is being made sets its first rate by a step of its own.
-        if not schedule._is_initial:
-            schedules(schedule)
 
     def before_step(optimizer: Any, *_: Any) -> None:
         if threading.get_ident() == thread:
             other_steps(optimizer)
 
     with ExitStack() as stack:
-        stack.enter_context(_preceded(torch.amp.GradScaler, "unscale_", before_unscale, thread))
+        stack.enter_context(_preceded(torch.amp.GradScaler, "unscale_", unscales, thread))
         for kind in _all_kinds(lr_scheduler.LRScheduler):
             if "step" in vars(kind):
-                stack.enter_context(_preceded(kind, "step", before_schedule, thread))
+                stack.enter_context(_preceded(kind, "step", schedules, thread))
         handle = register_optimizer_step_pre_hook(before_step)
         stack.callback(handle.remove)
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from batchwright.cli.options import Command, Count, shared
-from batchwright.cli.streams import print_result
+from batchwright.report.display import print_result
 
 
 @click.command(

@@ -13,7 +13,7 @@ from batchwright.cli.options import (
     shared,
     target_or_script,
 )
-from batchwright.cli.streams import print_result, report_progress
+from batchwright.report.display import print_result, report_progress
 from batchwright.targets import find_target, load_workload
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def command(ctx: click.Context, /, target: str | Script, as_json: bool, **option
 def _audit_script(script: Script, options: dict[str, Any]) -> Audit:
     from batchwright.scripts.audit_script import audit_script
 
-    with report_progress(script.name) as say:
+    with report_progress(script) as say:
         return audit_script(script, **options, progress=say)
 
 

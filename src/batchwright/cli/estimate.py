@@ -16,8 +16,8 @@ from batchwright.cli.options import (
     target_or_script,
     typed_options,
 )
-from batchwright.cli.streams import print_result, report_progress
 from batchwright.errors import InvalidInputError
+from batchwright.report.display import print_result, report_progress
 from batchwright.targets import load_workload
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _run_script(script: Script, options: dict[str, Any], typed: set[str]) -> Any
     def value_of(name: str) -> Any:
         return options[name] if f"--{name.replace('_', '-')}" in typed else None
 
-    with report_progress(script.name) as say:
+    with report_progress(script) as say:
         return estimate_script(
             script,
             on=options["on"],

@@ -7,9 +7,9 @@ import sys
 import click
 
 from batchwright.cli.options import shared
-from batchwright.cli.streams import can_show, print_json
 from batchwright.concepts import LANGUAGES, TOPICS, read_page
 from batchwright.errors import InvalidInputError
+from batchwright.report.display import can_show, print_answer, print_json
 
 
 @click.command("explain")
@@ -50,8 +50,6 @@ def command(topic: str | None, lang: str, as_json: bool) -> int:
         print_json(page.to_dict())
     elif sys.stdout.isatty():
         from rich.markdown import Markdown
-
-        from batchwright.report.display import print_answer
 
         print_answer(Markdown(page.text))
     else:

@@ -25,10 +25,10 @@ from batchwright.cli.options import (
     shared,
     target_or_script,
 )
-from batchwright.cli.streams import print_result, report_progress
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.fitting.request import FitRequest
 from batchwright.ranks.meeting import is_first_rank
+from batchwright.report.display import print_result, report_progress
 from batchwright.targets import find_target
 from batchwright.units import shortened
 
@@ -168,7 +168,7 @@ def _run_fit(target: str | Script, shapes: dict[str, list[int]], options: dict[s
     is_card = options["on"] is not None and names_a_card(options["on"])
     accumulates = options["accumulate_to"] is not None
     names = ("on", "memory", "limit", "start", "scale", "powers_of_two", "max_trials", "evaluate")
-    with report_progress(target if isinstance(target, str) else target.name, prints=prints) as say:
+    with report_progress(target, prints=prints) as say:
         answer = fit(
             target,
             shapes=shapes,

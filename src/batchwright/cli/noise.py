@@ -13,8 +13,8 @@ from batchwright.cli.options import (
     shared,
     target_or_script,
 )
-from batchwright.cli.streams import print_result, report_progress
 from batchwright.ranks.meeting import is_first_rank
+from batchwright.report.display import print_result, report_progress
 from batchwright.targets import find_target, load_workload
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _measure_script(script: Script, options: dict[str, Any]) -> NoiseRun:
     from batchwright.scripts.noise_script import measure_noise_of_script
 
     del options["effective_batch"]
-    with report_progress(script.name) as say:
+    with report_progress(script) as say:
         return measure_noise_of_script(script, **options, progress=say)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from batchwright.cli.options import Command, Count, shared, typed_options
-from batchwright.cli.streams import print_json, print_result
 from batchwright.planning.split import POLICIES
+from batchwright.report.display import print_json, print_result
 
 _MOVED = {
     "--drop-last": "in Python: bw.plan(256, micro_batch=8, samples=10_000, drop_last=True)",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import click
 
 from batchwright.cli.options import Count, shared, to_flags
-from batchwright.cli.streams import print_result
+from batchwright.report.display import print_result
 
 
 @click.command("recommend")

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from batchwright.cli.options import Command, shared
-from batchwright.cli.streams import print_json
 from batchwright.errors import InvalidInputError
+from batchwright.report.display import print_json
 
 
 @click.command("report", cls=Command, moved={"--png": "print the page, or save it as a PDF, in a browser"})

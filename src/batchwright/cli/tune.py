@@ -17,10 +17,10 @@ from batchwright.cli.options import (
     shared,
     target_or_script,
 )
-from batchwright.cli.streams import print_result, report_progress
 from batchwright.errors import InvalidInputError
 from batchwright.planning.dialects import FRAMEWORKS, find_dialect
 from batchwright.ranks.meeting import is_first_rank, read_place
+from batchwright.report.display import print_result, render_plain, report_progress
 from batchwright.targets import find_target
 from batchwright.units import parse_whole_number
 from batchwright.user_files import check_place
@@ -102,8 +102,6 @@ def command(ctx: click.Context, /, target: str | Script, framework: str | None, 
         return 0
     recommendation = tuned.run["recommendation"]
     if framework is not None and "skipped" not in recommendation and not as_json:
-        from batchwright.report.display import render_plain
-
         # Only what is to be pasted goes to stdout, so that `> config.json` is a config.
         click.echo(render_plain(tuned), err=True)
         click.echo(recommendation["configs"][framework.lower()])
@@ -124,5 +122,5 @@ def command(ctx: click.Context, /, target: str | Script, framework: str | None, 
 def _run_tune(target: str | Script, options: dict[str, Any], *, prints: bool) -> Tuned:
     from batchwright.tuning.tune import tune
 
-    with report_progress(target if isinstance(target, str) else target.name, prints=prints) as say:
+    with report_progress(target, prints=prints) as say:
         return tune(target, **options, progress=say)

@@ -98,7 +98,7 @@ def present_levels(x: Floats, variance: Floats, place: Floats, course: Floats | 
         log, kernel, shape = _ways(x[-n:], precision[-n:], place[-n:] / -place[-n], base[-n:])
         span = max(place[-n] - place[0], 1e-9)
         before = _ways(x[:-n], precision[:-n], (place[:-n] - place[-n]) / span, base[:-n])[0]
-        logs.append(log + _log_sum(before) - price + math.log(_BREAK / len(recents)))
+        logs.append(log + float(np.logaddexp.reduce(before)) - price + math.log(_BREAK / len(recents)))
         kernels.append(np.pad(kernel, ((0, 0), (number - n, 0))))
         shapes.append(np.pad(shape, ((0, 0), (number - n, 0)), mode="edge"))
     every = np.concatenate(logs)
@@ -149,10 +149,6 @@ def _fit(x: Floats, precision: Floats, place: Floats, base: Floats, points: Floa
     weighted = precision * shapes
     known = (weighted * shapes).sum(axis=1)
     return 0.5 * (weighted @ x) ** 2 / known, weighted / known[:, None], shapes
-
-
-def _log_sum(logs: Floats) -> float:
-    return float(logs.max() + np.log(np.exp(logs - logs.max()).sum()))
 
 
 # Fewer differences than this say next to nothing of a spread.

@@ -11,16 +11,20 @@ Promises:
 
 from __future__ import annotations
 
+import json
 import sys
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchwright.report.page.markup import html
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from rich.console import RenderableType
+
+    from batchwright.scripts.script import Script
 
 # A heading may hold a line break, for terminals of 80 columns; in HTML that is just a space.
 Columns = list[tuple[str, list[str]]]
@@ -155,24 +159,50 @@ def print_answer(renderable: RenderableType) -> None:
     Console(highlight=False).print(renderable, crop=False)
 
 
-class Progress:
-    """Prints what is being done; on a terminal the line is overwritten, and cleared at the end.
+def print_json(data: dict[str, Any]) -> None:
+    """Print plain data as JSON on stdout."""
+    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+    print(text if can_show(text) else json.dumps(data, indent=2, allow_nan=False))
 
-    >>> with Progress() as progress:
-    ...     progress.say("tracing micro-batch 8")
+
+def print_result(result: Any, *, as_json: bool) -> None:
+    """Print a result: as JSON, or drawn for the terminal."""
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        print_answer(result)
+
+
+def can_show(text: str) -> bool:
+    """Whether stdout has every character of a text.
+
+    >>> can_show("batch")
+    True
     """
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
-    def __enter__(self) -> Progress:
-        self._is_live = sys.stderr.isatty()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._is_live:
+@contextmanager
+def report_progress(target: str | Script, *, prints: bool = True) -> Iterator[Callable[[str], None]]:
+    """Yield what tells the person how far the work is; what the user's code prints goes to stderr meanwhile.
+
+    On a terminal the line is overwritten, and cleared at the end. `prints` is false on all ranks but one.
+    """
+    is_live = sys.stderr.isatty()
+
+    def say(text: str) -> None:
+        if prints:
+            before, after = ("\r\033[K", " ...") if is_live else ("", "\n")
+            print(f"{before}{text}{after}", end="", file=sys.stderr, flush=True)
+
+    try:
+        with redirect_stdout(sys.stderr):
+            say(f"loading {target if isinstance(target, str) else target.name}")
+            yield say
+    finally:
+        if is_live:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-    def say(self, text: str) -> None:
-        """Print one line."""
-        if self._is_live:
-            print(f"\r\033[K{text} ...", end="", file=sys.stderr, flush=True)
-        else:
-            print(text, file=sys.stderr, flush=True)

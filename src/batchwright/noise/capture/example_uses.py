@@ -17,6 +17,7 @@ from weakref import WeakMethod, WeakSet
 import torch
 from torch import nn
 
+from batchwright.accumulate.boundary import graph_nodes
 from batchwright.device.batches import clear_num_samples, tensors_in
 from batchwright.noise.capture.leaves import WeakHook
 
@@ -261,13 +262,7 @@ def _rows(module: nn.Module, given: torch.Tensor) -> int:
 def _consumers(outputs: Any) -> dict[Node, list[Node]]:
     """Return for each node of the graph behind some outputs the nodes that use what it made, once for each use."""
     consumers: dict[Node, list[Node]] = defaultdict(list)
-    seen = {tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None}
-    ahead = list(seen)
-    while ahead:
-        node = ahead.pop()
+    for node in graph_nodes([tensor.grad_fn for tensor in tensors_in(outputs)]):
         for before in [before for before, _ in node.next_functions if before is not None]:
             consumers[before].append(node)
-            if before not in seen:
-                seen.add(before)
-                ahead.append(before)
     return consumers
