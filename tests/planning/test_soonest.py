@@ -16,7 +16,7 @@ from batchwright.planning.soonest import StepSeconds, TimeToLoss, best_batch, so
 from batchwright.planning.split import Split
 from batchwright.planning.times import TimedPoint, TimeModel, fit_times
 from batchwright.report.display import render_plain
-from batchwright.report.text.noise_text import summarize_best_batch
+from batchwright.report.text.training_text import summarize_best_batch
 from batchwright.units import LARGEST_COUNT
 
 if TYPE_CHECKING:

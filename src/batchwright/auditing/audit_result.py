@@ -85,7 +85,7 @@ class Audit(PrintedResult):
     """The verdict on one training step: all splits, the worst of them in figures, and the likely cause."""
 
     in_repr = ("name", "exact", "ratio", "relative_error", "cause")
-    drawn_by = "audit_text.draw_audit"
+    drawn_by = "training_text.draw_audit"
 
     name: str
     what: str

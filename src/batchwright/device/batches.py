@@ -327,7 +327,8 @@ def _taken(part: Any, start: int, end: int, total: int) -> Any:
     return part
 
 
-_IGNORED = -100
+IGNORED = -100
+"""The label of what a loss leaves out, in torch as in transformers."""
 
 
 def join(batches: Sequence[Any], name: str = "") -> Any:
@@ -361,10 +362,10 @@ def _joined_tensors(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         return torch.stack(list(tensors)).mean() if tensors[0].is_floating_point() else tensors[0]
     if len({tensor.shape[1:] for tensor in tensors}) == 1:
         return torch.cat(list(tensors))
-    is_label = "label" in name.lower() or any(bool((tensor == _IGNORED).any()) for tensor in tensors)
+    is_label = "label" in name.lower() or any(bool((tensor == IGNORED).any()) for tensor in tensors)
     longest = [max(tensor.shape[d] for tensor in tensors) for d in range(1, tensors[0].dim())]
     filled = []
     for tensor in tensors:
         missing = [longest[d - 1] - tensor.shape[d] for d in range(tensor.dim() - 1, 0, -1)]
-        filled.append(F.pad(tensor, [n for amount in missing for n in (0, amount)], value=_IGNORED if is_label else 0))
+        filled.append(F.pad(tensor, [n for amount in missing for n in (0, amount)], value=IGNORED if is_label else 0))
     return torch.cat(filled)

@@ -30,7 +30,7 @@ from batchwright.errors import BatchwrightError, NothingFitsError, StepFailedErr
 from batchwright.fitting.child import CRASHED
 from batchwright.fitting.fit_result import Fit, MemoryLine, NextSize, limited_peak, name_shape
 from batchwright.memory.breakdown import Breakdown, break_down
-from batchwright.memory.estimate import without_torchs_own_log
+from batchwright.memory.estimate import LARGEST_MICRO_BATCH, without_torchs_own_log
 from batchwright.planning.search import (
     CannotPredictError,
     Curve,
@@ -373,8 +373,6 @@ def nothing_fits(refusals: Sequence[Refusal], *, on: str, budget: Budget) -> Not
     )
 
 
-# Beyond this the question is no longer one of memory.
-LARGEST_MICRO_BATCH = 2**20
 # Two runs of one step were seen to differ by 0.3 MiB: one above, one below the middle. A rise must be clearly more.
 _RESOLUTION_BYTES = 2**19
 _NOISE_BYTES = 2**20

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
 from batchwright.integrations.live_run import FirstWindow, LiveBatch, ShowsLiveBatch
-from batchwright.integrations.trackers import Tracker, tracker_for
+from batchwright.integrations.trackers import WandbRun, tracker_for
 from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
@@ -121,13 +121,10 @@ class AcceleratorWatch(ShowsLiveBatch):
             self._live.tell(self.metrics, self.steps, *([self._own] if self._accelerator.trackers else []))
 
 
-class _AcceleratorLog(Tracker):
-    """The trackers that an accelerator was made with."""
+class _AcceleratorLog(WandbRun):
+    """The trackers that an accelerator was made with; it logs as Weights & Biases does."""
 
     name = "accelerator.log"
-
-    def _log(self, metrics: dict[str, float], step: int) -> None:
-        self.target.log(metrics, step=step)
 
     def _write(self, name: str, text: str) -> None:
         for tracker in self.target.trackers:

@@ -28,7 +28,7 @@ from batchwright.device.batches import clear_num_samples, join
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.integrations.trackers import WASTE, Tracker, batch_metrics, configured_metrics, tracker_for
 from batchwright.noise.noise_scale import NoiseScale
-from batchwright.report.text.audit_text import summarize_audit
+from batchwright.report.text.training_text import summarize_audit
 from batchwright.scripts.audit_script import audit_script
 from batchwright.scripts.script import Script
 from batchwright.state.process_state import kept_random_state

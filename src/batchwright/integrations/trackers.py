@@ -279,13 +279,10 @@ class MlflowRun(Tracker):
         self.target.set_tag(self._run_id, name, text)
 
 
-class LightningLogger(Tracker):
-    """A logger of Lightning; it writes on rank 0 only."""
+class LightningLogger(MlflowModule):
+    """A logger of Lightning, which logs as MLflow does; it writes on rank 0 only."""
 
     name = "Lightning's logger"
-
-    def _log(self, metrics: dict[str, float], step: int) -> None:
-        self.target.log_metrics(metrics, step=step)
 
     def _write(self, name: str, text: str) -> None:
         experiment = self.target.experiment

@@ -71,7 +71,7 @@ class MeasuredCriticalBatch(PrintedResult):
     """The critical batch from the steps-examples curve, beside the noise scale that stands in for it."""
 
     in_repr = ("critical_batch", "noise_scale", "target_loss")
-    drawn_by = "noise_text.draw_branches"
+    drawn_by = "training_text.draw_branches"
 
     critical_batch: CriticalBatch
     min_steps: float

@@ -213,7 +213,7 @@ class NoiseRun(PrintedResult):
     """A short training run, and what its gradients say of the batch in use."""
 
     in_repr = ("name", "critical_batch", "effective_batch", "steps")
-    drawn_by = "noise_text.draw_noise"
+    drawn_by = "training_text.draw_noise"
 
     name: str
     critical_batch: CriticalBatch

@@ -261,7 +261,7 @@ class BestBatch(PrintedResult):
     """The effective batch that reaches the loss soonest, the range that is as good, and why."""
 
     in_repr = ("value", "low", "high", "range_within_5_percent")
-    drawn_by = "noise_text.draw_best_batch"
+    drawn_by = "training_text.draw_best_batch"
 
     value: int
     low: int

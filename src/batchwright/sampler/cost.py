@@ -12,17 +12,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from batchwright.errors import InvalidInputError
 from batchwright.units import LARGEST_COUNT, counted, shortened, whole_number
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Numbers = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

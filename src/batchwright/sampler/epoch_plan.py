@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from batchwright.sampler.cost import Budget, Usable
-
-    Numbers = npt.NDArray[np.int64]
+    from batchwright.sampler.cost import Budget, Numbers, Usable
 
 
 # As many as these leave next to no ties.

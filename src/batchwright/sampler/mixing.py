@@ -21,11 +21,7 @@ from batchwright.errors import InvalidInputError
 from batchwright.sampler.epoch_plan import CutOrder, Mixing, cut_epoch, pair_repeat, plan_epoch
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from batchwright.sampler.cost import Budget
-
-    Numbers = npt.NDArray[np.int64]
+    from batchwright.sampler.cost import Budget, Numbers
 
 _SMALLEST_WINDOW = 32
 _LEAST_SAMPLES, _MOST_SAMPLES = 40_000, 100_000

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    Numbers = npt.NDArray[np.int64]
+    from batchwright.sampler.cost import Numbers
 
 
 @dataclass(frozen=True, eq=False)

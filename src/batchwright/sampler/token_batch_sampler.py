@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchwright.errors import InvalidInputError
-from batchwright.sampler.cost import BatchCost, Budget, select_usable
+from batchwright.sampler.cost import BatchCost, Budget, Numbers, select_usable
 from batchwright.sampler.epoch_plan import (
     EpochPlan,
     FirstEpoch,
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from batchwright.fitting.fit_result import Fit
-
-    Numbers = npt.NDArray[np.int64]
 
 
 MOST_RANKS = 2**20

@@ -117,13 +117,9 @@ def _is_users_file(name: str) -> bool:
     return name.startswith(("<ipython", "<stdin", "<string", "<doctest")) or not is_installed_or_ours(name)
 
 
-def is_users_class(kind: Any) -> bool:
-    """Whether the user wrote this class."""
-    return _is_users_class(kind)
-
-
 @cache
-def _is_users_class(kind: type) -> bool:
+def is_users_class(kind: type) -> bool:
+    """Whether the user wrote this class."""
     if kind in (SimpleNamespace, argparse.Namespace):
         return True
     if issubclass(kind, type | ModuleType | BaseException | enum.Enum) or kind.__module__ == "builtins":
@@ -136,13 +132,9 @@ def _is_users_class(kind: type) -> bool:
     return getattr(module, "__spec__", None) is None if file is None else not is_installed_or_ours(file)
 
 
-def slots_of(kind: Any) -> tuple[Any, ...]:
-    """Return the slots of a class and its bases; not those of C, which look alike and are torch's and Python's own."""
-    return _slots_of(kind)
-
-
 @cache
-def _slots_of(kind: type) -> tuple[Any, ...]:
+def slots_of(kind: type) -> tuple[Any, ...]:
+    """Return the slots of a class and its bases; not those of C, which look alike and are torch's and Python's own."""
     return tuple(
         member
         for base in kind.__mro__

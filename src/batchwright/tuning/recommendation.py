@@ -90,7 +90,9 @@ def advise_run(run: Run, request: TuneRequest) -> None:
     split, curve, critical = choice.plan, choice.curve, choice.critical
     rate = recommend_rate(measured, choice)
     seconds = None if measured.throughput is None else measured.throughput.step_seconds(split)
-    changes = compare_changes(measured, choice, keeps_batch=request.effective_batch is not None)
+    # What other set-ups would give.
+    others = (_with_twice_the_memory, _with_twice_the_devices, _with_checkpointing)
+    changes = [compare(measured, choice, keeps_batch=request.effective_batch is not None) for compare in others]
     run["plan"] = split.to_dict()
     run["recommendation"] = {
         "schema": 1,
@@ -242,15 +244,6 @@ def recommend_rate(measured: Measured, choice: Choice) -> RecommendedRate | None
         return None
     before = measured.noise.effective_batch
     return rate_by_rule(workload.learning_rate, workload.optimizer, before, batch, choice.critical)
-
-
-def compare_changes(measured: Measured, choice: Choice, *, keeps_batch: bool) -> tuple[Change, ...]:
-    """Say what other set-ups would give; `keeps_batch` if an effective batch was asked for."""
-    return (
-        _with_twice_the_memory(measured, choice, keeps_batch=keeps_batch),
-        _with_twice_the_devices(measured, choice, keeps_batch=keeps_batch),
-        _with_checkpointing(measured, choice, keeps_batch=keeps_batch),
-    )
 
 
 def _with_twice_the_memory(measured: Measured, choice: Choice, *, keeps_batch: bool) -> Change:

@@ -146,7 +146,7 @@ class Tuned(PrintedResult):
     """Everything that was measured, by section, and what follows from it."""
 
     in_repr = ("finished", "micro_batch", "accumulation", "effective_batch", "file")
-    drawn_by = "tune_text.draw_tuned"
+    drawn_by = "training_text.draw_tuned"
 
     run: Run
     file: Path | None = field(default=None, compare=False)

@@ -28,7 +28,7 @@ from typing import Any, Literal, Self
 import torch
 from torch.utils.data import IterableDataset
 
-from batchwright.device.batches import cut, move_batch, num_samples
+from batchwright.device.batches import IGNORED, cut, move_batch, num_samples
 from batchwright.device.step import evaluating
 from batchwright.errors import InvalidInputError, import_extra
 from batchwright.printed_result import PrintedLine
@@ -36,7 +36,6 @@ from batchwright.state.process_state import kept_random_state
 from batchwright.units import shortened
 
 Verdict = Literal["uses", "ignores", "partly", "divided"]
-_IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -76,9 +75,9 @@ def check_head(model: torch.nn.Module, batch: Mapping[str, Any]) -> HeadCheck:
     why_not = not_given_a_count(bare, batch)
     if why_not:
         return HeadCheck(name, "divided", None, f"{why_not}, so Trainer divides by the accumulation count itself")
-    count = int((batch["labels"] != _IGNORED).sum())
+    count = int((batch["labels"] != IGNORED).sum())
     if not count:
-        raise InvalidInputError(f"every label of the batch is {_IGNORED}: the loss of no item tells nothing.")
+        raise InvalidInputError(f"every label of the batch is {IGNORED}: the loss of no item tells nothing.")
     with as_it_was(bare), torch.no_grad():
         once, twice = _losses(model, batch, count)
     if not math.isfinite(once) or not math.isfinite(twice) or once == 0:
@@ -186,7 +185,7 @@ def count_units(trainer: Any, unit: str, batch: Mapping[str, Any]) -> torch.Tens
         labels = batch["shift_labels"]
     elif unit == "labels after the first" or (unit == "labels" and getattr(trainer, "_loss_shifts_labels", False)):
         labels = labels[..., 1:]
-    return labels.ne(_IGNORED).sum()
+    return labels.ne(IGNORED).sum()
 
 
 def _samples_of(batch: Mapping[str, Any]) -> int | None:
@@ -227,11 +226,11 @@ def _uneven(batch: Mapping[str, Any], samples: int) -> dict[str, Any]:
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
         return dict(batch)
-    counted = (labels[0].flatten() != _IGNORED).nonzero().flatten()
+    counted = (labels[0].flatten() != IGNORED).nonzero().flatten()
     forms = []
     for kept in {1, 2, len(counted) // 2, len(counted)}:
         changed = labels.clone(memory_format=torch.contiguous_format)
-        changed[0].view(-1)[counted[kept:]] = _IGNORED
+        changed[0].view(-1)[counted[kept:]] = IGNORED
         forms.append({**batch, "labels": changed})
     return max(forms, key=lambda form: _difference(form["labels"], samples))
 
@@ -240,7 +239,7 @@ def _difference(labels: torch.Tensor, samples: int) -> tuple[float, float]:
     """How far the share of the first sample in all labels, and in those after the first, is from that in samples."""
     shares = []
     for kind in (labels, labels[..., 1:]):
-        counts = kind.ne(_IGNORED).flatten(1).sum(1)
+        counts = kind.ne(IGNORED).flatten(1).sum(1)
         shares.append(float(counts[0] / counts.sum().clamp(min=1)))
     return min(abs(share - 1 / samples) for share in shares), abs(shares[0] - shares[1])
 

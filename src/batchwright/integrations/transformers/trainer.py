@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import OrderedDict, defaultdict, deque
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,7 @@ from batchwright.fitting.fit import longest_first
 from batchwright.fitting.fit_result import Fit, Restored
 from batchwright.fitting.probers import open_budget, refuse_spread
 from batchwright.planning.search import by_doubling, by_peaks
-from batchwright.state.held_objects import held_objects
+from batchwright.state.held_objects import CONTAINERS, held_objects
 from batchwright.state.kept_state import KeptState
 from batchwright.state.process_state import cheap_collections, uninterrupted
 from batchwright.state.untouched import untouched
@@ -66,7 +65,6 @@ _QUIET = {
     "dataloader_prefetch_factor": None,
     "dataloader_multiprocessing_context": None,
 }
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 
 
 class TrainerProbes:
@@ -189,7 +187,7 @@ class TrainerProbes:
 
 def _copied(value: Any) -> Any:
     """Copy containers, and containers in them, but nothing else: metrics and the like are appended to in place."""
-    if type(value) not in _CONTAINERS:
+    if type(value) not in CONTAINERS:
         return value
     fresh = copy.copy(value)
     if isinstance(fresh, dict):

@@ -14,6 +14,7 @@ well, but activation checkpointing frees them, so part of what it saves is lost 
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,7 +147,7 @@ def _squares_of_matrix(
                 account.add_at_ids(ids, at_ids)
         if dense and sparse:
             terms.append(2 * _products_at_ids(left, right, ids, at_ids))
-        squares.append(_sum(iter(terms)).reshape(-1, groups).sum(1))
+        squares.append(reduce(torch.add, terms).reshape(-1, groups).sum(1))
     # Grams of a gradient that cancels out may leave less than nothing.
     return torch.cat(squares).clamp(min=0)
 
@@ -207,9 +208,9 @@ def _squares_of_product(left: torch.Tensor, right: torch.Tensor, *, is_formed: b
         return _squared(left) * _squared(right)
     if is_formed:
         columns = _blocks(left.shape[2], left.shape[0] * right.shape[2])
-        return _sum(_squared(left[:, :, some].mT @ right) for some in columns)
+        return reduce(torch.add, (_squared(left[:, :, some].mT @ right) for some in columns))
     rows = _blocks(left.shape[1], left.shape[0] * left.shape[1])
-    return _sum(_inner(left[:, some] @ left.mT, right[:, some] @ right.mT) for some in rows)
+    return reduce(torch.add, (_inner(left[:, some] @ left.mT, right[:, some] @ right.mT) for some in rows))
 
 
 def _squares_by_id(ids: torch.Tensor, at_ids: torch.Tensor) -> torch.Tensor:
@@ -232,10 +233,11 @@ def _squares_by_id(ids: torch.Tensor, at_ids: torch.Tensor) -> torch.Tensor:
 def _products_at_ids(left: torch.Tensor, right: torch.Tensor, ids: torch.Tensor, at_ids: torch.Tensor) -> torch.Tensor:
     """Return <L^T R, rows added up by id> for each sample, in the places that the ids name."""
     rows = _blocks(left.shape[1], ids.numel())
-    return _sum(
+    products = (
         _inner(left[:, some].gather(2, ids[:, None].expand(-1, left[:, some].shape[1], -1)), right[:, some] @ at_ids.mT)
         for some in rows
     )
+    return reduce(torch.add, products)
 
 
 def _blocks(count: int, numbers_of_one: int) -> Iterator[slice]:
@@ -255,13 +257,6 @@ def _inner(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def _long_sum(rows: torch.Tensor) -> torch.dtype:
     # The GPU of a Mac has no float64.
     return torch.float32 if rows.device.type == "mps" else torch.float64
-
-
-def _sum(parts: Iterator[torch.Tensor]) -> torch.Tensor:
-    total = next(parts)
-    for part in parts:
-        total = total + part
-    return total
 
 
 __all__ = ["ExampleNorms", "UnknownModuleError"]

@@ -36,7 +36,9 @@ def fit_remarks(fit: Fit) -> Iterator[str]:
     """What has to be said below the table, a line each."""
     if not fit.shapes:
         yield from _remarks_of_one(fit)
-    yield from _compilations(fit)
+    num_compilations = sum(trial.num_compilations for trial in _all_trials(fit))
+    if num_compilations:
+        yield f"torch.compile: compiled {counted(num_compilations, 'time')}; its seconds are not counted."
     if fit.restored.untouched:
         yield f"state: untouched ({fit.restored.untouched})."
     else:
@@ -163,12 +165,6 @@ def _remarks_of_one(fit: Fit) -> Iterator[str]:
         yield f"plan: {summarize_plan(fit.plan)}."
     if fit.evaluation is not None:
         yield f"evaluation: {_answer(fit.evaluation)}."
-
-
-def _compilations(fit: Fit) -> Iterator[str]:
-    num_compilations = sum(trial.num_compilations for trial in _all_trials(fit))
-    if num_compilations:
-        yield f"torch.compile: compiled {counted(num_compilations, 'time')}; its seconds are not counted."
 
 
 def _notes(fit: Fit) -> Iterator[str]:
