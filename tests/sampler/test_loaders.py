@@ -166,7 +166,7 @@ def test_lengths_come_in_every_form() -> None:
 
 
 def test_long_measuring_is_spoken_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("batchwright.sampler.lengths._SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("batchwright.sampler.cost._SECONDS_BETWEEN", 0.0)
     said: list[str] = []
     for progress in (said.append, None):
         TokenBatchSampler(len, 120, dataset=["a", "bc", "d"], rank=0, world_size=1, progress=progress)

@@ -20,6 +20,7 @@ from batchwright.accumulate.weights import (
     TrainedWeights,
     WideShares,
     put_back,
+    remove_all,
     round_once,
     takes_wide_gradients,
     weights_held_by,
@@ -77,8 +78,7 @@ def counting_nothing(losses: Sequence[torch.Tensor], *, beside: torch.Tensor | N
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        remove_all(handles)
 
 
 def _zeros(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -134,8 +134,7 @@ class Boundary:
 
     def replace_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], weights: TrainedWeights) -> None:
         """Step others from now on."""
-        for handle in self._handles:
-            handle.remove()
+        remove_all(self._handles)
         self.optimizers, self.weights = list(optimizers), weights
         self._prepare_wide()
         self._handles[:] = self._watch_steps()
@@ -311,7 +310,6 @@ def _sum(scalars: list[torch.Tensor]) -> torch.Tensor:
 
 def _let_go(handles: list[Any], wide_shares: WideShares, narrow: list[nn.Parameter]) -> None:
     """Take back what was changed on weights and optimizers, once nobody accumulates any more."""
-    for handle in handles:
-        handle.remove()
+    remove_all(handles)
     wide_shares.attach([])
     put_back(narrow)

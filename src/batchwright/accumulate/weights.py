@@ -45,6 +45,12 @@ class BatchNormWarning(UserWarning):
     """Batch normalization under accumulation is not that of the big batch."""
 
 
+def remove_all(handles: Iterable[Any]) -> None:
+    """Take hooks away."""
+    for handle in handles:
+        handle.remove()
+
+
 def weights_held_by(optimizers: Iterable[Any]) -> list[nn.Parameter]:
     """Return every weight that optimizers hold, group by group."""
     return [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
@@ -282,8 +288,7 @@ class WideShares:
 
     def attach(self, parameters: Sequence[nn.Parameter]) -> None:
         """Multiply the gradients of these weights from now on, and of no others."""
-        for handle in self._handles:
-            handle.remove()
+        remove_all(self._handles)
         self._handles = [parameter.register_hook(self._times_rest) for parameter in parameters]
 
     def of(self, share: float) -> WideShares:

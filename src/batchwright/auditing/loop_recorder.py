@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.accumulate.weights import weights_held_by
+from batchwright.accumulate.weights import remove_all, weights_held_by
 from batchwright.auditing.gradients import Gradient, named_weights, to_fp64, zeros_of
 from batchwright.auditing.overrides import listen_to_steps, without_clipping
 from batchwright.device.step import checked_loss
@@ -96,8 +96,7 @@ class LoopWatch:
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            remove_all(handles)
             self.habits.left_over = frozenset(self._left_over)
 
     def clips(self, weights: list[Any]) -> None:

@@ -146,7 +146,10 @@ def command(ctx: click.Context, /, target: str | Script, as_json: bool, **option
     is_card = options["on"] is not None and names_a_card(options["on"])
     if options["devices"] is not None and options["accumulate_to"] is None and not is_card:
         raise InvalidInputError("--devices changes nothing without --accumulate-to.", remedy="--accumulate-to 256")
-    check_question(shapes, options)
+    # What contradicts itself is refused as the library would, once it is loaded. How a search starts depends on the
+    # names of a shape; any of the values will do.
+    named = {name: options[name] for name in ("limit", "start", "scale", "powers_of_two", "max_trials")}
+    FitRequest.read(**named, shapes={name: values[:1] for name, values in shapes.items()})
     if isinstance(target, str):
         find_target(target)
     # Under torchrun every rank comes to the same answer; one of them prints it.
@@ -218,10 +221,3 @@ def start_from(shapes: dict[str, list[int]], first: int | None) -> dict[str, lis
         received = ",".join(map(str, shapes[tables[0]]))
         raise InvalidInputError(f"--shape-from {first} leaves nothing of {tables[0]}={received}.")
     return {**shapes, tables[0]: values}
-
-
-def check_question(shapes: dict[str, list[int]], options: Mapping[str, Any]) -> None:
-    """Refuse options that contradict each other, as the library would once it is loaded."""
-    named = ("limit", "start", "scale", "powers_of_two", "max_trials")
-    # How a search starts depends on the names of a shape; any of the values will do.
-    FitRequest.read(**{name: options[name] for name in named}, shapes={n: values[:1] for n, values in shapes.items()})

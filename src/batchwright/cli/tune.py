@@ -27,7 +27,6 @@ from batchwright.user_files import check_place
 
 if TYPE_CHECKING:
     from batchwright.scripts.script import Script
-    from batchwright.tuning.tune import Tuned
 
 
 _FOR_SCRIPTS = (
@@ -96,8 +95,12 @@ def command(ctx: click.Context, /, target: str | Script, framework: str | None, 
         find_target(target)
     file = Path(options["file"]).absolute()
     check_place(file, what="the run", option="file=FILE")
+    # Here: what can be known to be wrong before torch is imported, which takes seconds, was refused by now.
+    from batchwright.tuning.tune import tune
+
     prints = is_first_rank()
-    tuned = _run_tune(target, options, prints=prints)
+    with report_progress(target, prints=prints) as say:
+        tuned = tune(target, **options, progress=say)
     if not prints:
         return 0
     recommendation = tuned.run["recommendation"]
@@ -117,10 +120,3 @@ def command(ctx: click.Context, /, target: str | Script, framework: str | None, 
         click.echo(f"what to type: {command} {options_to_add}{''.join(arguments)}", err=True)
         return 0
     return 3 if any(isinstance(section, dict) and section.get("raised") for section in tuned.run.values()) else 1
-
-
-def _run_tune(target: str | Script, options: dict[str, Any], *, prints: bool) -> Tuned:
-    from batchwright.tuning.tune import tune
-
-    with report_progress(target, prints=prints) as say:
-        return tune(target, **options, progress=say)

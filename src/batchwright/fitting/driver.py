@@ -330,29 +330,34 @@ class Refusal:
 
 def refuse(fit: Fit, forecast: Forecast) -> Refusal:
     """Gather what there is to say about a shape, while the forecast still speaks of it."""
-    trials = fit.trials
-    smallest = min(trials, key=lambda trial: trial.micro_batch)
-    too_small = next((trial for trial in trials if trial.is_too_small), None)
-    tried = min((t for t in trials if not t.is_too_small), key=lambda trial: trial.micro_batch, default=smallest)
-    details = [list_trials(trials, tried)]
-    if too_small is not None:
-        details.append(f"micro-batch {too_small.micro_batch} cannot run either: {too_small.error}")
-    parts = forecast.describe_need(tried.micro_batch)
-    if tried.doubt:
-        parts.append(f"doubt: {tried.doubt}")
-    return Refusal(
+    refusal = refuse_series(fit.trials)
+    tried = next(trial for trial in fit.trials if trial.micro_batch == refusal.micro_batch)
+    too_small = next((trial for trial in fit.trials if trial.is_too_small), None)
+    return replace(
+        refusal,
         shape=name_shape(fit.shape),
-        micro_batch=tried.micro_batch,
         need_bytes=forecast.predict_need(tried.micro_batch),
-        details=(*details, *parts),
+        details=(
+            *refusal.details,
+            *([f"micro-batch {too_small.micro_batch} cannot run either: {too_small.error}"] if too_small else []),
+            *forecast.describe_need(tried.micro_batch),
+            *([f"doubt: {tried.doubt}"] if tried.doubt else []),
+        ),
         remedy=forecast.suggest_remedy(),
     )
 
 
-def list_trials(trials: Sequence[Outcome], smallest: Outcome) -> str:
-    """Say what was tried, and how the smallest size ended."""
+def refuse_series(trials: Sequence[Outcome], *, notes: Sequence[str] = ()) -> Refusal:
+    """Gather what there is to say about trials in which nothing fits: what was tried, and how the smallest ended."""
+    smallest = min(trials, key=lambda trial: (trial.is_too_small, trial.micro_batch))
     tried = ", ".join(f"{trial.micro_batch:,}" for trial in trials)
-    return f"tried {tried}; the smallest failed with: {smallest.error}"
+    return Refusal(
+        shape="",
+        micro_batch=smallest.micro_batch,
+        need_bytes=math.inf,
+        details=(f"tried {tried}; the smallest failed with: {smallest.error}", *notes),
+        remedy="more memory, a smaller model, or an optimizer that keeps less state",
+    )
 
 
 def nothing_fits(refusals: Sequence[Refusal], *, on: str, budget: Budget) -> NothingFitsError:

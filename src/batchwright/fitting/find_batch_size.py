@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import math
 import time
 import weakref
 from bisect import bisect_right
@@ -31,7 +30,7 @@ from batchwright.device.device import default_device, open_limited
 from batchwright.device.host import live_bytes
 from batchwright.device.outcome import Outcome, is_out_of_memory, with_causes
 from batchwright.errors import InvalidInputError
-from batchwright.fitting.driver import Cap, Cause, Refusal, Series, Stop, list_trials, nothing_fits, run_series
+from batchwright.fitting.driver import Cap, Cause, Series, Stop, nothing_fits, refuse_series, run_series
 from batchwright.fitting.fit_result import Fit, Restored
 from batchwright.fitting.probers import open_budget, refuse_spread
 from batchwright.planning.plan import Plan, plan
@@ -483,7 +482,7 @@ class BatchSizeFinder(Generic[Returned]):
         if series.micro_batch is None:
             too_small = max((trial.micro_batch for trial in series.trials if trial.is_too_small), default=None)
             notes = [] if too_small is None else self._sizes.notes(too_small)
-            raise nothing_fits([refuse_series(series, notes=notes)], on=on, budget=budget)
+            raise nothing_fits([refuse_series(series.trials, notes=notes)], on=on, budget=budget)
         notes = [*budget.notes, *calls.notes(series.micro_batch)]
         chosen = None
         if self._sizes.effective is not None:
@@ -540,15 +539,3 @@ def keep_effective_batch(effective: int, largest: int) -> tuple[Plan, list[str]]
             f"{nearby.micro_batch:,} x {nearby.accumulation:,}"
         )
     return chosen, notes
-
-
-def refuse_series(series: Series, *, notes: Sequence[str] = ()) -> Refusal:
-    """Gather what there is to say about a series in which nothing fits."""
-    smallest = min(series.trials, key=lambda trial: (trial.is_too_small, trial.micro_batch))
-    return Refusal(
-        shape="",
-        micro_batch=smallest.micro_batch,
-        need_bytes=math.inf,
-        details=(list_trials(series.trials, smallest), *notes),
-        remedy="more memory, a smaller model, or an optimizer that keeps less state",
-    )

@@ -18,8 +18,7 @@ from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.fitting.fit import fit as run_fit
 from batchwright.fitting.fit_result import Fit, limited_peak
 from batchwright.planning.times import solve_not_negative
-from batchwright.sampler.cost import BatchCost
-from batchwright.sampler.lengths import gather_lengths
+from batchwright.sampler.cost import BatchCost, gather_lengths
 from batchwright.sampler.token_batch_sampler import read_rank
 from batchwright.units import counted, format_bytes
 
@@ -123,16 +122,12 @@ def build_certified_sampler(
 
 def check_that_ranks_agree(budget: float, place: tuple[int, int]) -> None:
     """Refuse budgets that differ between ranks: each would deal other batches, and samples would be lost."""
-    import torch
     import torch.distributed as dist
 
     if place[1] == 1 or not (dist.is_available() and dist.is_initialized()):
         return
-    device = torch.device("cpu") if "gloo" in dist.get_backend() else torch.accelerator.current_accelerator()
-    mine = torch.tensor([budget], dtype=torch.float64, device=device)
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine)
-    budgets = [float(row) for row in rows]
+    budgets: list[float] = [budget] * dist.get_world_size()
+    dist.all_gather_object(budgets, budget)
     if len(set(budgets)) > 1:
         amounts = ", ".join(format_bytes(one) for one in budgets)
         raise InvalidInputError(

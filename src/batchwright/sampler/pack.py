@@ -19,7 +19,7 @@ import numpy as np
 
 from batchwright.errors import InvalidInputError
 from batchwright.printed_result import PrintedLine
-from batchwright.sampler.lengths import read_lengths
+from batchwright.sampler.cost import read_lengths
 from batchwright.units import counted, whole_number
 
 if TYPE_CHECKING:

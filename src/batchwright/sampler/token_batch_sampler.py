@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchwright.errors import InvalidInputError
-from batchwright.sampler.cost import BatchCost, Budget, Numbers, select_usable
+from batchwright.sampler.cost import BatchCost, Budget, Numbers, gather_lengths, select_usable
 from batchwright.sampler.epoch_plan import (
     EpochPlan,
     FirstEpoch,
@@ -36,7 +36,6 @@ from batchwright.sampler.epoch_plan import (
     rounds_of_every_epoch,
     summarize_epoch,
 )
-from batchwright.sampler.lengths import gather_lengths
 from batchwright.sampler.mixing import choose_mixing
 from batchwright.units import counted, shortened, whole_number
 

@@ -30,8 +30,8 @@ from batchwright.device.batches import join, tensors_in
 from batchwright.device.device import open_limited
 from batchwright.device.host import live_bytes
 from batchwright.errors import InvalidInputError, NothingFitsError, import_extra
-from batchwright.fitting.driver import Cap, Cause, describe, nothing_fits, raise_failure, run_series
-from batchwright.fitting.find_batch_size import CountedSteps, keep_effective_batch, refuse_series, run_until_second_step
+from batchwright.fitting.driver import Cap, Cause, describe, nothing_fits, raise_failure, refuse_series, run_series
+from batchwright.fitting.find_batch_size import CountedSteps, keep_effective_batch, run_until_second_step
 from batchwright.fitting.fit import longest_first
 from batchwright.fitting.fit_result import Fit, Restored
 from batchwright.fitting.probers import open_budget, refuse_spread
@@ -240,7 +240,7 @@ def fit_trainer(
             say=say,
         )
         if series.micro_batch is None:
-            raise nothing_fits([refuse_series(series)], on=probes.on, budget=budget)
+            raise nothing_fits([refuse_series(series.trials)], on=probes.on, budget=budget)
         # A batch with all samples in it fits, so one that has room for more does as well.
         most = effective if series.micro_batch == probes.num_samples and limit is None else series.micro_batch
         chosen, notes, more_trials = _certified_plan(probes, effective, most, say)

@@ -22,6 +22,7 @@ import torch
 from torch.nn.utils.parametrize import ParametrizationList
 
 from batchwright.accumulate.boundary import graph_nodes
+from batchwright.accumulate.weights import remove_all
 from batchwright.noise.capture.leaves import WeakHook
 
 if TYPE_CHECKING:
@@ -193,8 +194,7 @@ class Halves:
                 allow_unused=True,
             )
         finally:
-            for hook in hooks:
-                hook.remove()
+            remove_all(hooks)
         if graph.needs_check and not any(verified):
             raise _TiedError
         return [None if s is None else s.detach().to_dense() if s.is_sparse else s.detach() for s in shares]

@@ -17,6 +17,7 @@ from weakref import WeakMethod
 import torch
 from torch.nn.parameter import is_lazy
 
+from batchwright.accumulate.weights import remove_all
 from batchwright.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -284,9 +285,3 @@ def _probe(gradient: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 
 def _total(values: list[torch.Tensor], device: torch.device) -> torch.Tensor | float:
     return torch.stack([value.to(device) for value in values]).sum() if values else 0.0
-
-
-def remove_all(handles: list[Any]) -> None:
-    """Take hooks away."""
-    for handle in handles:
-        handle.remove()

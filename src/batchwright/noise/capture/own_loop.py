@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchwright.accumulate.ranks import check_data_parallel, find_parallelism
+from batchwright.accumulate.weights import remove_all
 from batchwright.device.batches import possible_sizes, tensors_in
 from batchwright.noise.capture.example_norms import ExampleNorms, UnknownModuleError
 from batchwright.noise.capture.example_uses import mixes_samples
 from batchwright.noise.capture.halves import Halves
-from batchwright.noise.capture.leaves import LeafSquares, WeakHook, Weights, remove_all
+from batchwright.noise.capture.leaves import LeafSquares, WeakHook, Weights
 from batchwright.noise.capture.watched_windows import (
     DROPPED,
     IN_PIECES,

@@ -11,12 +11,12 @@ Promises:
 
 from __future__ import annotations
 
-import math
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from batchwright.accumulate.weights import batch_norms
@@ -58,8 +58,7 @@ class RanksAlike:
 
     def __init__(self) -> None:
         self._number = 0
-        self._means: list[float] = []
-        self._squares: list[float] = []
+        self._means = self._squares = np.zeros(0)
         self._has_warned = False
 
     def add(self, squares: Sequence[float]) -> bool:
@@ -68,21 +67,18 @@ class RanksAlike:
         if len(squares) < 2 or not total or self._has_warned:
             return False
         if len(squares) != len(self._means):
-            self._number, self._means, self._squares = 0, [0.0] * len(squares), [0.0] * len(squares)
+            self._number, self._means, self._squares = 0, np.zeros(len(squares)), np.zeros(len(squares))
         self._number += 1
-        for rank, value in enumerate(squares):
-            # In parts of the mean, so that steps of large gradients do not outweigh the others.
-            share = value * len(squares) / total - 1
-            before = share - self._means[rank]
-            self._means[rank] += before / self._number
-            self._squares[rank] += before * (share - self._means[rank])
+        # In parts of the mean, so that steps of large gradients do not outweigh the others.
+        shares = np.array(squares) * len(squares) / total - 1
+        before = shares - self._means
+        self._means = self._means + before / self._number
+        self._squares = self._squares + before * (shares - self._means)
         if self._number < _LEAST_STEPS:
             return False
-        errors = [math.sqrt(square / (self._number - 1) / self._number) for square in self._squares]
-        self._has_warned = (
-            any(abs(mean) > _TOO_FAR * error for mean, error in zip(self._means, errors, strict=True))
-            and max(map(abs, self._means)) > 1e-3
-        )
+        errors = np.sqrt(self._squares / (self._number - 1) / self._number)
+        off = np.abs(self._means)
+        self._has_warned = bool((off > _TOO_FAR * errors).any() and off.max() > 1e-3)
         return self._has_warned
 
 
