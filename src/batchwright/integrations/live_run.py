@@ -36,7 +36,7 @@ from batchwright.units import counted, positive_number, shortened, whole_number
 from batchwright.workload import Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import nn
 
@@ -332,15 +332,16 @@ class FirstWindow:
             cause=name,
             remedy=cause.remedy if cause else None,
             explanation=cause.explanation if cause else "",
-            notes=tuple(self._notes()),
+            notes=(
+                *([f"dropout was off during this window ({counted(len(self._off), 'place')})"] if self._off else []),
+                *(
+                    [f"autocast to {self._cast[0].removeprefix('torch.')} was off during this window"]
+                    if self._cast
+                    else []
+                ),
+            ),
             is_random=is_random,
         )
-
-    def _notes(self) -> Iterator[str]:
-        if self._off:
-            yield f"dropout was off during this window ({counted(len(self._off), 'place')})"
-        if self._cast:
-            yield f"autocast to {self._cast[0].removeprefix('torch.')} was off during this window"
 
     def _of(self, batch: Any, *, seed: int | None = None) -> Gradient:
         gradients = [(parameter, parameter.grad) for parameter in self._model.parameters()]

@@ -115,9 +115,9 @@ def fit_times(times: Times) -> TimeModel:
     if not points:
         raise InvalidInputError(f"no times received; {_HOW_TO_WRITE}.")
     rows = [[share / point.seconds for share in point.shares()] for point in points]
-    solution = solve_not_negative(rows, _SUBSETS)
+    alpha, beta, sigma = solution = solve_not_negative(rows, _SUBSETS)
     error = max(abs(_residual(row, solution)) for row in rows)
-    return TimeModel(*solution, points, unknown=_unidentified(rows), largest_error=error)
+    return TimeModel(alpha, beta, sigma, points, unknown=_unidentified(rows), largest_error=error)
 
 
 def solve_not_negative(rows: Sequence[Sequence[float]], subsets: Iterable[tuple[int, ...]]) -> list[float]:

@@ -117,9 +117,13 @@ def _is_users_file(name: str) -> bool:
     return name.startswith(("<ipython", "<stdin", "<string", "<doctest")) or not is_installed_or_ours(name)
 
 
-@cache
-def is_users_class(kind: type) -> bool:
+def is_users_class(kind: Any) -> bool:
     """Whether the user wrote this class."""
+    return _is_users_class(kind)
+
+
+@cache
+def _is_users_class(kind: type) -> bool:
     if kind in (SimpleNamespace, argparse.Namespace):
         return True
     if issubclass(kind, type | ModuleType | BaseException | enum.Enum) or kind.__module__ == "builtins":
@@ -132,9 +136,13 @@ def is_users_class(kind: type) -> bool:
     return getattr(module, "__spec__", None) is None if file is None else not is_installed_or_ours(file)
 
 
-@cache
-def slots_of(kind: type) -> tuple[Any, ...]:
+def slots_of(kind: Any) -> tuple[Any, ...]:
     """Return the slots of a class and its bases; not those of C, which look alike and are torch's and Python's own."""
+    return _slots_of(kind)
+
+
+@cache
+def _slots_of(kind: type) -> tuple[Any, ...]:
     return tuple(
         member
         for base in kind.__mro__
