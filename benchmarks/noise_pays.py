@@ -62,9 +62,9 @@ from noise_pays_runs import (
 )
 from noise_pays_tasks import TASKS, loss_of
 
-from batchwright.noise.branches import measure_critical_batch
+from batchwright.noise.measure_critical_batch import measure_critical_batch
+from batchwright.planning.best_batch import best_batch
 from batchwright.planning.critical_batch import CriticalBatch
-from batchwright.planning.soonest import best_batch
 from batchwright.workload import Workload
 
 if TYPE_CHECKING:

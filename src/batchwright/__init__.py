@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from batchwright.memory.formulas import estimate_named
     from batchwright.memory.on_card import record_run
     from batchwright.memory.recommend import Recommendation, recommend
-    from batchwright.noise.branches import measure_critical_batch
+    from batchwright.noise.measure_critical_batch import measure_critical_batch
     from batchwright.noise.noise_scale import NoiseScale
     from batchwright.noise.ramp import BatchRamp
     from batchwright.planning.advice import Advice, advise
+    from batchwright.planning.best_batch import best_batch
     from batchwright.planning.config_check import ConfigCheck, check_config
     from batchwright.planning.critical_batch import CriticalBatch
     from batchwright.planning.plan import Plan, plan
-    from batchwright.planning.soonest import best_batch
     from batchwright.sampler.cost import BatchCost
     from batchwright.sampler.pack import pack
     from batchwright.sampler.token_batch_sampler import TokenBatchSampler
@@ -103,13 +103,13 @@ _HOMES = {
     "Workload": "workload",
     "advise": "planning.advice",
     "audit": "integrations.live_run",
-    "best_batch": "planning.soonest",
+    "best_batch": "planning.best_batch",
     "check_config": "planning.config_check",
     "estimate": "memory.estimate",
     "estimate_named": "memory.formulas",
     "find_batch_size": "fitting.find_batch_size",
     "fit": "fitting.fit",
-    "measure_critical_batch": "noise.branches",
+    "measure_critical_batch": "noise.measure_critical_batch",
     "pack": "sampler.pack",
     "plan": "planning.plan",
     "recommend": "memory.recommend",

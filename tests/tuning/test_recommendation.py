@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from batchwright.planning.best_batch import best_batch
 from batchwright.planning.dialects import FRAMEWORKS
-from batchwright.planning.soonest import best_batch
 from batchwright.tuning.recommendation import advise_run
 from batchwright.tuning.run_file import Measured
 from batchwright.tuning.tune import TuneRequest
@@ -39,7 +39,7 @@ def test_a_batch_that_was_asked_for_is_kept_and_the_better_one_named() -> None:
     assert any("would reach the loss soonest" in reason for reason in advice["reasons"])
 
 
-def test_branches_go_before_the_noise_scale() -> None:
+def test_measure_critical_batch_go_before_the_noise_scale() -> None:
     twice = {**CRITICAL, "value": 800.0, "low": 700.0, "high": 900.0}
     advice = advised(by_hand(branches={"critical_batch": twice, "ratio": 2.0}))
     assert advice["critical_batch_from"] == "branches"
@@ -48,7 +48,7 @@ def test_branches_go_before_the_noise_scale() -> None:
 
 
 @pytest.mark.parametrize("noise_low", [300.0, 0.0])
-def test_branches_without_an_upper_end_do_not_replace_a_noise_scale(noise_low: float) -> None:
+def test_measure_critical_batch_without_an_upper_end_do_not_replace_a_noise_scale(noise_low: float) -> None:
     noise = {"critical_batch": {**CRITICAL, "low": noise_low}, "effective_batch": 64}
     unbounded = {**CRITICAL, "value": None, "low": 0.0, "high": None, "resolved": False}
     plain = advised(by_hand(noise=noise))
@@ -127,7 +127,7 @@ def test_more_memory_changes_nothing_where_the_limit_is_another() -> None:
     assert advised(by_hand(fit=fit))["changes"][0]["note"] == "would change nothing: the limit is 16"
 
 
-def test_branches_tell_the_learning_rate_too() -> None:
+def test_measure_critical_batch_tell_the_learning_rate_too() -> None:
     rows = [
         {"batch": size, "learning_rate_factor": factor, "mean_steps": 10.0}
         for size, factor in ((16, 1.0), (64, 2.0), (256, 4.0))

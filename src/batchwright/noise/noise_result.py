@@ -37,7 +37,7 @@ from batchwright.units import counted, finite, whole_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from batchwright.planning.soonest import BestBatch
+    from batchwright.planning.best_batch import BestBatch
 
 
 POSITIONS = ("far below", "near", "beyond")

@@ -41,7 +41,7 @@ from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.noise.noise_result import NoiseRun, TrendPoint, judge
 from batchwright.noise.noise_scale import NoiseScale
 from batchwright.noise.ramp import gamma_of
-from batchwright.planning.soonest import best_batch
+from batchwright.planning.best_batch import best_batch
 from batchwright.state.untouched import current_keep, untouched
 from batchwright.trace.run import check_shape
 from batchwright.units import counted, whole_number

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from batchwright.errors import BatchwrightError, NotExpressibleError
+from batchwright.planning.best_batch import StepSeconds, TimeToLoss
 from batchwright.planning.critical_batch import CriticalBatch, figure
 from batchwright.planning.dialects import FRAMEWORKS
 from batchwright.planning.learning_rate import RecommendedRate, rate_by_rule, rate_from_branches
 from batchwright.planning.plan import Plan, plan
-from batchwright.planning.soonest import StepSeconds, TimeToLoss
 from batchwright.tuning.run_file import Measured, Run
 from batchwright.units import LARGEST_COUNT, counted
 

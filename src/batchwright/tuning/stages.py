@@ -27,7 +27,7 @@ from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.fitting.fit import fit
 from batchwright.fitting.fit_result import NEAR_BEST
 from batchwright.memory.estimate import estimate
-from batchwright.noise.branches import measure_critical_batch
+from batchwright.noise.measure_critical_batch import measure_critical_batch
 from batchwright.noise.noise_run import Trained, fitting_split, measure_noise, training
 from batchwright.planning.times import TimedPoint, TimeModel, fit_times
 from batchwright.state.untouched import untouched

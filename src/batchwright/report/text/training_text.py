@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from batchwright.noise.branches import MeasuredCriticalBatch
+    from batchwright.noise.measure_critical_batch import MeasuredCriticalBatch
     from batchwright.noise.noise_result import NoiseRun
-    from batchwright.planning.soonest import BestBatch
+    from batchwright.planning.best_batch import BestBatch
     from batchwright.tuning.tune import Tuned
 
 
@@ -114,7 +114,7 @@ def _brief(value: float | None) -> str:
 def summarize_best_batch(best: BestBatch) -> str:
     """Say the answer in one line.
 
-    >>> from batchwright.planning.soonest import best_batch
+    >>> from batchwright.planning.best_batch import best_batch
     >>> summarize_best_batch(best_batch(400, {16: 0.12, 64: 0.24, 256: 0.72}))
     'effective batch 113 reaches the loss soonest; 67 to 192 are within 5 % of its time'
     """

@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from batchwright.errors import InvalidInputError
+from batchwright.planning.best_batch import StepSeconds, TimeToLoss, best_batch, soonest_on_line, time_to_loss
 from batchwright.planning.critical_batch import CriticalBatch
-from batchwright.planning.soonest import StepSeconds, TimeToLoss, best_batch, soonest_on_line, time_to_loss
 from batchwright.planning.split import Split
 from batchwright.planning.times import TimedPoint, TimeModel, fit_times
 from batchwright.report.display import render_plain
@@ -20,7 +20,7 @@ from batchwright.report.text.training_text import summarize_best_batch
 from batchwright.units import LARGEST_COUNT
 
 if TYPE_CHECKING:
-    from batchwright.planning.soonest import BestBatch
+    from batchwright.planning.best_batch import BestBatch
 
 TIMES = {16: 0.12, 64: 0.24, 256: 0.72}  # 0.08 s and 0.0025 s a sample
 PASSES_AND_A_STEP: dict[int | tuple[int, int], float] = {8: 0.07, 16: 0.11, 32: 0.19, (8, 4): 0.5}

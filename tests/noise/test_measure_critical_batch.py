@@ -14,7 +14,7 @@ from torch import nn
 
 import batchwright as bw
 from batchwright.errors import BatchwrightError, InvalidInputError
-from batchwright.noise.branches import Branch, fit_branches, steps_to
+from batchwright.noise.measure_critical_batch import Branch, fit_branches, steps_to
 from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.report.display import render_plain
 
