@@ -148,10 +148,10 @@ def main() -> None:
     options = parser.parse_args()
     root = Path(__file__).resolve().parents[1]
     columns = {"now": count_house(root), "apart": count_house(root, leave_out=OF_SCRIPTS)}
-    if options.against:
-        columns = {options.against: at_commit(root, options.against), **columns}
     for row in ("options", "public names", "words of README"):
         columns["apart"][row] = math.nan  # not counted apart
+    if options.against:
+        columns = {options.against: at_commit(root, options.against), **columns}
     print("| | " + " | ".join(columns) + " |")
     print("|---|" + "---:|" * len(columns))
     for row in columns["now"]:
