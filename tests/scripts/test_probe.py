@@ -112,9 +112,10 @@ def test_whatever_happens_there_is_an_answer(folder: Path, text: str, error: typ
         probe(folder, "odd.py", seconds=1.0)
 
 
-def test_a_run_at_another_size_is_a_fork_of_the_same_process(folder: Path) -> None:
+def test_a_run_at_another_size_is_a_fork_of_the_same_process_that_imports_its_modules_last(folder: Path) -> None:
     (folder / "parent.py").write_text(
-        "import os, sys, torch\nm = torch.nn.EmbeddingBag(10**7, 1); o = torch.optim.SGD(m.parameters(), 0.1)\n"
+        "import os, sys, torch, wave\nnames = list(sys.modules)\n"
+        "assert names.index('batchwright.scripts.watch') < names.index('wave'), 'holes in the heap'\nm = torch.nn.EmbeddingBag(10**7, 1); o = torch.optim.SGD(m.parameters(), 0.1)\n"
         "for _ in range(2):\n    m(torch.full((int(sys.argv[1]), os.getppid() % 1000), 1)).sum().backward(); o.step()\n"
     )
     script = Script(["parent.py", "{micro_batch}"], cwd=folder)

@@ -50,7 +50,11 @@ MEASURES = {
 }
 # What ends a line of input, and how many questions are answered so.
 _END_OF_INPUT, _MOST_QUESTIONS = b"\x04", 64
+# What they write is led away only if they are imported before the program begins.
 _WRITERS_ELSEWHERE = ("safetensors.torch", "huggingface_hub")
+# Before what the program imports: the small blocks that our imports leave free in the heap go to its imports, not to
+# its step, whose memory would not be seen.
+_OURS = ("batchwright.device.host", "batchwright.device.outcome", "batchwright.scripts.watch", "batchwright.targets")
 # So deep are files of the user's own followed for what they import.
 _DEEPEST = 20
 
@@ -124,9 +128,9 @@ def _import_before(job: ScriptJob) -> bool:
     with suppress(ImportError):
         import numpy  # noqa: F401  # its threads survive a fork
     before = _num_threads()
-    for name in _WRITERS_ELSEWHERE:
+    for name in (*_OURS, *_WRITERS_ELSEWHERE):
         with suppress(Exception):
-            importlib.import_module(name)  # what they write is led away only if they are here before the program
+            importlib.import_module(name)
     with suppress(Exception):
         spec = importlib.util.find_spec(job.program) if job.is_module else None
         program = Path(job.program) if spec is None else Path(spec.origin or "")
