@@ -6,7 +6,7 @@ ends at once: frameworks do much at their end, and none of it is waited for.
 
 Promises:
 - imports come first, and are outside of any budget;
-- a process that imports have given threads is not forked: it runs its job itself, and ends;
+- a process that imports have given threads that a fork would miss is not forked: it runs its job itself, and ends;
 - however the program ends, an answer is written: cut, finished, out of memory, failed, exited, or silent for too long.
 """
 
@@ -55,6 +55,8 @@ _WRITERS_ELSEWHERE = ("safetensors.torch", "huggingface_hub")
 # Before what the program imports: the small blocks that our imports leave free in the heap go to its imports, not to
 # its step, whose memory would not be seen.
 _OURS = ("batchwright.device.host", "batchwright.device.outcome", "batchwright.scripts.watch", "batchwright.targets")
+# The name of its thread.
+_JEMALLOC = "jemalloc_bg_thd"
 # So deep are files of the user's own followed for what they import.
 _DEEPEST = 20
 
@@ -125,9 +127,6 @@ def _answer(word: str, number: int) -> None:
 
 def _import_before(job: ScriptJob) -> bool:
     """Import what the program will; return whether the process can be forked afterwards."""
-    with suppress(ImportError):
-        import numpy  # noqa: F401  # its threads survive a fork
-    before = _num_threads()
     for name in (*_OURS, *_WRITERS_ELSEWHERE):
         with suppress(Exception):
             importlib.import_module(name)
@@ -137,15 +136,27 @@ def _import_before(job: ScriptJob) -> bool:
         import_what_is_imported(program, Path.cwd() if job.is_module else program.resolve().parent)
     import torch._dynamo  # noqa: F401  # the first optimizer of a process imports it
 
-    return hasattr(os, "fork") and before is not None and _num_threads() == before
+    return _can_be_forked()
 
 
-def _num_threads() -> int | None:
-    """Threads of this process, those of C libraries too; None where the system does not tell."""
+def _can_be_forked() -> bool:
+    """Whether this process has no thread that a fork would miss, those of C libraries too; False if it is not known.
+
+    OpenBLAS, as numpy and scipy bring it, ends its threads when a process is about to fork, and starts them again when
+    it needs them: a fork for nothing shows which threads stay. jemalloc, as pyarrow brings it, keeps its own, and goes
+    on without it in the fork.
+    """
+    if not hasattr(os, "fork"):
+        return False
+    process = os.fork()
+    if process == 0:
+        os._exit(0)
+    os.waitpid(process, 0)
     try:
-        return len(os.listdir("/proc/self/task"))
+        names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
     except OSError:
-        return None
+        return False
+    return len([name for name in names if name != _JEMALLOC]) == 1
 
 
 def _run(job: ScriptJob) -> NoReturn:

@@ -174,7 +174,7 @@ class Probes:
             self._server = subprocess.Popen(
                 [command.interpreter, *command.interpreter_options, "-m", "batchwright.scripts.child"],
                 cwd=self.script.cwd,
-                env={**os.environ, **dict(command.environment), **_paths()},
+                env=_environment_of(command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=sys.stderr.fileno() if self.script.show_output else log,
@@ -270,13 +270,13 @@ def _hint(error: str) -> str:
     )
 
 
-def _paths() -> dict[str, str]:
-    """Have another interpreter find batchwright where this one did."""
+def _environment_of(command: UserCommand) -> dict[str, str]:
+    """Set what the command sets, and have another interpreter find batchwright where this one did."""
     import batchwright
 
-    own = str(Path(batchwright.__file__).parents[1])
-    given = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": f"{own}{os.pathsep}{given}" if given else own}
+    environment = {**os.environ, **dict(command.environment)}
+    paths = (str(Path(batchwright.__file__).parents[1]), environment.get("PYTHONPATH"))
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _describe_exit(code: int) -> str:
