@@ -97,6 +97,22 @@ def check_that_it_follows(script: Script, runs: Mapping[int, ScriptRun]) -> None
     )
 
 
+def run_as_typed(probes: Probes, shape: Mapping[str, Any] | None) -> ScriptRun:
+    """Run the command as it is typed, and add to the options that its parser reads those that its words have."""
+    command = probes.script.command.fill({MICRO_BATCH: 1, ACCUMULATION: 1, **(shape or {})})
+    run = probes.run(command)
+    return replace(run, options={**typed_options(command), **run.options})
+
+
+def with_options_of(run: ScriptRun, script: Script, wanted: Iterable[str] = (MICRO_BATCH, ACCUMULATION)) -> Script:
+    """Return the script with the options that are wanted, where it has no place for them and one stands out."""
+    if MICRO_BATCH in wanted and not script.sets_micro_batch:
+        script = replace(script, batch_option=recognise_option(run))
+    if ACCUMULATION in wanted and not script.sets_accumulation:
+        script = replace(script, accumulation_option=recognise_accumulation(run))
+    return script
+
+
 def with_recognised_options(
     probes: Probes, wanted: Iterable[str], *, shape: Mapping[str, Any] | None, say: Callable[[str], None]
 ) -> tuple[Script, tuple[str, ...]]:
@@ -108,28 +124,24 @@ def with_recognised_options(
         return script, ()
     words = " and its ".join(name.replace("_", "-") for name in missing)
     say(f"running the program as it is typed, to see which option sets its {words}")
-    command = script.command.fill({MICRO_BATCH: 1, ACCUMULATION: 1, **(shape or {})})
-    run = probes.run(command)
-    run = replace(run, options={**typed_options(command), **run.options})
-    notes = []
-    for name in missing:
-        option = recognise_option(run) if name == MICRO_BATCH else recognise_accumulation(run)
-        if option is None:
-            seen = ", ".join(f"{option} {value}" for option, value in run.options.items()) or "none"
-            raise InvalidInputError(
-                f"no option of {script.name} stands out as its {name.replace('_', '-')}; the model receives "
-                f"{run.batch_size} samples.",
-                details=[f"options that have to do with a batch: {seen}"],
-                remedy=f"{{{name}}} in its place, as in --{name.replace('_', '-')} {{{name}}}",
-            )
-        if name == MICRO_BATCH:
-            script = replace(script, batch_option=option)
-            notes.append(
-                f"no option sets the micro-batch: the {option} of the program was given other sizes"
-                if LOADER.fullmatch(option)
-                else f"{option} of the program sets its micro-batch: the model's inputs follow it"
-            )
-        else:
-            script = replace(script, accumulation_option=option)
-            notes.append(f"{option} of the program sets its accumulation")
-    return script, tuple(notes)
+    run = run_as_typed(probes, shape)
+    script = with_options_of(run, script, missing)
+    options = {MICRO_BATCH: script.batch_option, ACCUMULATION: script.accumulation_option}
+    return script, tuple(_describe_option(name, options[name], run, script) for name in missing)
+
+
+def _describe_option(name: str, option: str | None, run: ScriptRun, script: Script) -> str:
+    """Say which option was recognised; refuse to go on if none was."""
+    if option is None:
+        seen = ", ".join(f"{option} {value}" for option, value in run.options.items()) or "none"
+        raise InvalidInputError(
+            f"no option of {script.name} stands out as its {name.replace('_', '-')}; the model receives "
+            f"{run.batch_size} samples.",
+            details=[f"options that have to do with a batch: {seen}"],
+            remedy=f"{{{name}}} in its place, as in --{name.replace('_', '-')} {{{name}}}",
+        )
+    if name == ACCUMULATION:
+        return f"{option} of the program sets its accumulation"
+    if LOADER.fullmatch(option):
+        return f"no option sets the micro-batch: the {option} of the program was given other sizes"
+    return f"{option} of the program sets its micro-batch: the model's inputs follow it"

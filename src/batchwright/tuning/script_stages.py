@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import platform
 import statistics
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +17,9 @@ from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.noise.noise_run import fitting_split
 from batchwright.planning.times import TimedPoint, fit_times
 from batchwright.scripts.audit_script import audit_script
-from batchwright.scripts.command import ACCUMULATION, MICRO_BATCH
 from batchwright.scripts.noise_script import measure_noise_of_script
 from batchwright.scripts.probe import Probes
-from batchwright.scripts.recognise import recognise_accumulation, recognise_option, typed_options
+from batchwright.scripts.recognise import run_as_typed, with_options_of
 from batchwright.tuning.stages import Throughput, TimedSize, find_fit, sizes_to_time
 
 if TYPE_CHECKING:
@@ -46,12 +44,10 @@ def describe_script(script: Script, request: TuneRequest, say: Say) -> tuple[Scr
     from batchwright import __version__
 
     say("running the program as it is typed, to see what it trains")
-    command = script.command.fill({MICRO_BATCH: 1, ACCUMULATION: 1, **request.shape})
     with Probes(script, request.on) as probes:
-        run = probes.run(command)
-    run = replace(run, options={**typed_options(command), **run.options})
+        run = run_as_typed(probes, request.shape)
     question = request.command(script)
-    script = _with_options(script, run)
+    script = with_options_of(run, script)
     return script, {
         "name": script.name,
         "target": None,
@@ -67,16 +63,6 @@ def describe_script(script: Script, request: TuneRequest, say: Say) -> tuple[Scr
         "script": list(script.words),
         **request.to_dict(),
     }
-
-
-def _with_options(script: Script, run: ScriptRun) -> Script:
-    micro_batch = None if script.sets_micro_batch else recognise_option(run)
-    accumulation = None if script.sets_accumulation else recognise_accumulation(run)
-    return replace(
-        script,
-        batch_option=script.batch_option or micro_batch,
-        accumulation_option=script.accumulation_option or accumulation,
-    )
 
 
 def predict(*_: Any) -> Section:
