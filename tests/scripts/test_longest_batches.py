@@ -19,17 +19,25 @@ LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 
 class Samples(Dataset[torch.Tensor]):
-    """Samples of the given lengths, each of its own number; how often they are read is counted."""
+    """Samples of the given lengths, each of its own number, which may be read only once."""
 
     def __init__(self, lengths: list[int]) -> None:
-        self.lengths, self.num_read = lengths, 0
+        self.lengths, self.read = lengths, set[int]()
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        self.num_read += 1
+        assert index not in self.read, "a sample that was read is gone"
+        self.read.add(index)
         return torch.full((self.lengths[index],), index)
+
+
+class Unreadable(Samples):
+    """Its samples must not be read at all."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise AssertionError("read though it is known")
 
 
 class Stream(IterableDataset[int]):
@@ -59,12 +67,14 @@ def test_the_longest_come_first_and_every_sample_once(tmp_path: Path, num_worker
 
 
 def test_what_one_probe_read_the_next_one_knows(tmp_path: Path) -> None:
-    first, second = Samples(LENGTHS), Samples(LENGTHS)
-    LongestBatches(tmp_path / "lengths.json", {}).lead(DataLoader(first, 2, collate_fn=as_lists))
-    loader = DataLoader(second, 4, collate_fn=as_lists)
-    LongestBatches(tmp_path / "lengths.json", {}).lead(loader)
-    assert first.num_read > 0
-    assert second.num_read == 0
+    LongestBatches(tmp_path / "lengths.json", {}).lead(DataLoader(Samples(LENGTHS), 2, collate_fn=as_lists))
+    again = Samples(LENGTHS)
+    loader = DataLoader(again, 4, collate_fn=as_lists)
+    notes: dict[str, None] = {}
+    again.__class__ = type("Samples", (Unreadable,), {})
+    LongestBatches(tmp_path / "lengths.json", notes).lead(loader)
+    assert list(notes) == ["the longest of 12 samples were probed first"]
+    again.__class__ = Samples
     assert lengths_of(loader)[0] == [9, 8, 6, 5]
 
 

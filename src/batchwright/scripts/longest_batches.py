@@ -2,7 +2,8 @@
 
 Promises:
 - only the order of samples changes, and only where they differ in length; numbers that are drawn stay the program's;
-- samples are read as the loader reads them, by workers of its kind, for a limited time, and once for all probes;
+- samples are read as the loader reads them, for a limited time, once for all probes, and by workers alone: a sample
+  that may be read only once is still there for the program;
 - where the order cannot be changed (streams, samplers of batches), a note says that the first batches were probed.
 """
 
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping
     from pathlib import Path
 
-# So long are samples read, and so many first, to see whether they differ.
-_SECONDS, _FIRST = 10.0, 8
-_AT_ONCE = 32
+# So long are samples read.
+_SECONDS = 10.0
+# A worker that gives nothing for so long is given up.
+_MOST_SECONDS = 30.0
+# So many at once, and, if the first of them are alike, no more.
+_AT_ONCE = 16
 # The head of the order: more samples than the windows of a probe hold.
 _MOST = 65_536
 
@@ -112,15 +116,11 @@ class _Led:
 
 
 def _read_lengths(loader: Any) -> list[int]:
-    if not loader.num_workers:
-        first = _lengths([loader.dataset[index] for index in range(min(_FIRST, len(loader.dataset)))])
-        if len(set(first)) == 1:
-            return first
     lengths: list[int] = []
     end = time.monotonic() + _SECONDS
     reader = _Reader(
-        loader.dataset, batch_size=_AT_ONCE, num_workers=loader.num_workers, collate_fn=_lengths,
-        multiprocessing_context=loader.multiprocessing_context,
+        loader.dataset, batch_size=_AT_ONCE, num_workers=max(loader.num_workers, 1), collate_fn=_lengths,
+        multiprocessing_context=loader.multiprocessing_context, timeout=_MOST_SECONDS,
     )  # fmt: skip
     for part in reader:
         lengths += part
