@@ -20,7 +20,6 @@ import threading
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.machinery import PathFinder
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 from unittest.mock import patch
@@ -29,6 +28,7 @@ from batchwright.scripts.scratch_folder import ScratchFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 _WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -55,9 +55,9 @@ def _bound_elsewhere(calls: list[tuple[Any, str, Any]]) -> Iterator[tuple[Any, s
         name = getattr(module, "__name__", "")
         if not isinstance(module, ModuleType) or name.startswith("batchwright") or name in _OF_PYTHON:
             continue
-        for bound, value in list(vars(module).items()):
-            if id(value) in replacements and callable(value):
-                yield module, bound, replacements[id(value)]
+        # No copy of each module's names: the holes that it leaves in the heap would serve the program.
+        held = [(bound, id(value)) for bound, value in vars(module).items() if id(value) in replacements]
+        yield from ((module, bound, replacements[key]) for bound, key in held if callable(vars(module)[bound]))
 
 
 _OF_PYTHON = ("builtins", "io", "_io", "os", "posix", "nt", "shutil")
