@@ -58,6 +58,7 @@ def test_a_bare_python_is_this_one_and_a_path_is_itself() -> None:
         (["nowhere/python", "train.py"], "no interpreter"),
         (["accelerate", "config"], "accelerate launch"),
         (["torchrun", "--nproc-per-nod", "2"], "torchrun does not understand"),
+        (["torchrun", "--nproc-per-node", "0", "train.py"], "would start no process: --nproc-per-node 0"),
     ],
 )
 def test_what_cannot_be_run_is_said(words: list[str], message: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from batchwright.errors import InvalidInputError, NothingFitsError
+from batchwright.errors import InvalidInputError, NothingFitsError, StepFailedError
 from batchwright.fitting.fit import fit as fit_script
 from batchwright.scripts.script import Script
 
@@ -73,6 +73,10 @@ def test_a_size_that_stands_in_the_program_is_turned_at_its_loader(folder: Path)
         "no option sets the micro-batch: the DataLoader(batch_size=16) of the program was given other sizes",
         "in plain.py: DataLoader(batch_size=64), where it is 16",
     )
+    program = (folder / "plain.py").read_text().replace("model(x.cuda())", "(model(x.cuda()) + x.cuda().view(16, 8))")
+    (folder / "plain.py").write_text(program)
+    with pytest.raises(StepFailedError, match="if 16 stands elsewhere in the program too, make an option of it"):
+        fit_script(Script(["plain.py"], cwd=folder), on="t4-16gb", limit=64)
 
 
 def test_shapes_give_a_table_and_a_start_is_kept(folder: Path) -> None:

@@ -99,7 +99,9 @@ def test_a_program_that_fails_keeps_its_traceback(folder: Path) -> None:
             InvalidInputError,
             "processes of its own",
         ),
-        ("import sys; sys.exit(4)", StepFailedError, "sys.exit"),
+        ("import sys; sys.exit('no GPU')", StepFailedError, "(?s)sys.exit: no GPU.*seen: no forward.*arguments with"),
+        ("import os, sys, time\nif os.fork(): sys.exit()\ntime.sleep(9)", InvalidInputError, "it forked"),
+        ("import os, time\nif os.fork(): os._exit(0)\ntime.sleep(9)", StepFailedError, "without the fork"),
         ("import time; time.sleep(60)", BatchwrightError, "within 1 s"),
         ("input('how many? ')", StepFailedError, "asks for input"),
         ("import os; os._exit(9)", StepFailedError, "code 9"),
@@ -109,7 +111,7 @@ def test_a_program_that_fails_keeps_its_traceback(folder: Path) -> None:
 def test_whatever_happens_there_is_an_answer(folder: Path, text: str, error: type[Exception], words: str) -> None:
     (folder / "odd.py").write_text(text)
     with pytest.raises(error, match=words):
-        probe(folder, "odd.py", seconds=1.0)
+        probe(folder, "odd.py", seconds=1.0 if words == "within 1 s" else 30.0)
 
 
 def test_a_run_at_another_size_is_a_fork_of_the_same_process_that_imports_its_modules_last(folder: Path) -> None:

@@ -244,13 +244,13 @@ def _torchrun(rest: list[str]) -> _Launched:
     options = get_args_parser().parse_args(rest)
     per_node = str(options.nproc_per_node)
     nodes = str(options.nnodes).rpartition(":")[2]
-    count = int(per_node) if per_node.isdigit() else 1
-    return _Launched(
-        options.training_script,
-        tuple(options.training_script_args),
-        bool(options.module),
-        count * (int(nodes) if nodes.isdigit() else 1),
-    )
+    count = (int(per_node) if per_node.isdigit() else 1) * (int(nodes) if nodes.isdigit() else 1)
+    if not count:
+        raise InvalidInputError(
+            f"torchrun would start no process: --nproc-per-node {per_node}, --nnodes {nodes}.",
+            remedy="torchrun --nproc-per-node 1 train.py ...",
+        )
+    return _Launched(options.training_script, tuple(options.training_script_args), bool(options.module), count)
 
 
 def _accelerate(rest: list[str]) -> _Launched:

@@ -222,16 +222,17 @@ class Probes:
 
     def _raise(self, run: ScriptRun, command: UserCommand) -> None:
         """Raise what has to be said of a run that was not cut: it failed, left, or did nothing that can be measured."""
-        seen = (
-            f"{run.num_windows} {run.windows}, {sum(run.backwards_per_window)} backwards, "
-            f"{len(run.input_shapes)} forwards in {run.seconds:.0f} s"
-        )
-        details = [f"seen: {seen}", *run.notes]
+        counts = {"backwards": sum(run.backwards_per_window), "forwards": len(run.input_shapes)}
+        counts[run.windows] = run.num_windows
+        seen = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
+        details = [f"seen: {seen or 'no forward, backward or optimizer step'} in {run.seconds:.0f} s", *run.notes]
         if run.end in (FAILED, TOO_SMALL):
-            remarks = [remark for remark in (self._fails_by_itself(run, command), _hint(run.error)) if remark]
+            by_itself = _hint_at_loader(command) or self._fails_by_itself(run, command)
+            remarks = [remark for remark in (by_itself, _hint(run.error)) if remark]
             raise StepFailedError("\n".join([*run.notes, run.traceback or run.error, *remarks]).strip())
         if run.end == EXITED:
-            raise StepFailedError("\n".join([f"the program left by sys.exit: {run.error}", *details]))
+            text = f"the program left by sys.exit: {run.error.removeprefix('SystemExit: ')}"
+            raise StepFailedError("\n".join([text, *details, "give it arguments with which it trains"]))
         if run.end == FINISHED:
             raise InvalidInputError(
                 f"{command} ended by itself before an optimizer step or a forward of a model.",
@@ -245,8 +246,21 @@ class Probes:
         )
 
 
+def _hint_at_loader(command: UserCommand) -> str:
+    """Say what to do if a program fails whose loader was given another size than it has in the program."""
+    if command.loader_sizes is None:
+        return ""
+    typed, turned = command.loader_sizes
+    return (
+        f"no option sets the micro-batch, and DataLoader(batch_size={typed}) was given {turned}: if {typed} stands "
+        "elsewhere in the program too, make an option of it and write {micro_batch} behind that"
+    )
+
+
 # What an error of the program's own says about how it was run.
 _HINTS = {
+    "process ended with code": "it left without an end that can be seen, as by os._exit; if it forked before, what "
+    "goes on in the fork is not followed: run it without the fork",
     "EOFError": "the program asks for input, and there is nobody to answer: give what it asks for as arguments",
     "ConnectionError": "it needs a network: download what it needs before, or set HF_HUB_OFFLINE=1",
     "gaierror": "it needs a network: download what it needs before, or set HF_HUB_OFFLINE=1",

@@ -9,6 +9,7 @@ Promises:
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import ExitStack, contextmanager
@@ -274,6 +275,8 @@ class Watch:
         yield torch.autograd, "backward", counted
         yield nn.Module, "zero_grad", zeroed
         yield BaseProcess, "start", self._noting_processes()
+        if hasattr(os, "fork"):
+            yield os, "fork", self._noting_forks(os.fork)
         yield from seeing_options(self._note_option)
         yield DataLoader, "__init__", built
         yield DataLoader, "__iter__", begun
@@ -290,6 +293,14 @@ class Watch:
             start(process)
 
         return started
+
+    def _noting_forks(self, fork: Callable[[], int]) -> Callable[[], int]:
+        def forked() -> int:
+            if not sys._getframe(1).f_globals.get("__name__", "").startswith("multiprocessing"):
+                self.notes["it forked, and what goes on in the fork is not seen: run it as one process"] = None
+            return fork()
+
+        return forked
 
     def _generating(self) -> Iterator[tuple[Any, str, Any]]:
         """Count a call of transformers' `generate` as one forward, with all that its cache grows to."""
