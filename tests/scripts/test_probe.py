@@ -151,9 +151,13 @@ def test_updates_by_hand_and_two_optimizers(folder: Path) -> None:
     assert (run.num_windows, run.optimizers) == (2, ("Adam", "SGD"))
 
 
-def test_nothing_that_it_started_is_left(folder: Path) -> None:
+def test_nothing_that_it_started_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
     (folder / "forks.py").write_text(
-        "import os, time, subprocess, sys\n"
+        "import os, time, subprocess, sys, tempfile\nfolder = tempfile.TemporaryDirectory()\n"
         "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
         f"open({str(folder / 'scratch_pid')!r}, 'w')\nprint(p.pid, flush=True)\n"
         "import torch\nm = torch.nn.Linear(2, 1); o = torch.optim.SGD(m.parameters(), 0.1)\n"
@@ -169,6 +173,7 @@ def test_nothing_that_it_started_is_left(folder: Path) -> None:
         if entry.name.isdigit() and b"time.sleep(100)" in _command_line(entry) and int(entry.name) != os.getpid()
     ]
     assert sleeping == []
+    assert list(temporary.iterdir()) == []
 
 
 def _command_line(entry: Path) -> bytes:

@@ -235,7 +235,7 @@ class _Run:
         self._watch.finish = lambda: self._leave(CUT)
         try:
             with ExitStack() as stack:
-                scratch = stack.enter_context(writes_led_to(Path(job.folder)))
+                scratch = stack.enter_context(writes_led_to(Path(job.folder), free=Path(job.folder).parents[1]))
                 self._written, self._programs = scratch.written, scratch.programs
                 if job.is_watched:
                     self._peak = stack.enter_context(_measured(job, self._watch))

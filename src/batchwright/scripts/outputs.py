@@ -34,9 +34,9 @@ _WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 @contextmanager
-def writes_led_to(folder: Path) -> Iterator[ScratchFolder]:
-    """Lead what the program writes to a folder until this ends."""
-    scratch = ScratchFolder(folder)
+def writes_led_to(folder: Path, free: Path | None = None) -> Iterator[ScratchFolder]:
+    """Lead what the program writes to a folder until this ends; `free` is a folder around it that is not led away."""
+    scratch = ScratchFolder(folder, free)
     with ExitStack() as stack:
         stack.enter_context(_net_below(scratch))
         calls = list(_python_calls(scratch))

@@ -174,7 +174,7 @@ class Probes:
             self._server = subprocess.Popen(
                 [command.interpreter, *command.interpreter_options, "-m", "batchwright.scripts.child"],
                 cwd=self.script.cwd,
-                env=_environment_of(command),
+                env=self._environment_of(command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=sys.stderr.fileno() if self.script.show_output else log,
@@ -183,6 +183,16 @@ class Probes:
             )
         self._groups.add(self._server.pid)
         return self._server
+
+    def _environment_of(self, command: UserCommand) -> dict[str, str]:
+        """Set what the command sets; have its interpreter find batchwright, and temporary files go with the probes."""
+        import batchwright
+
+        temporary = Path(self._folder.name, "tmp")
+        temporary.mkdir(exist_ok=True)
+        environment = {**os.environ, "TMPDIR": str(temporary), **dict(command.environment)}
+        paths = (str(Path(batchwright.__file__).parents[1]), environment.get("PYTHONPATH"))
+        return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def _server_log(self) -> str:
         log = Path(self._folder.name, "server.log")
@@ -282,15 +292,6 @@ def _hint(error: str) -> str:
     return next(
         (hint for name, hint in _HINTS.items() if name in error.split(":")[0] or (" " in name and name in error)), ""
     )
-
-
-def _environment_of(command: UserCommand) -> dict[str, str]:
-    """Set what the command sets, and have another interpreter find batchwright where this one did."""
-    import batchwright
-
-    environment = {**os.environ, **dict(command.environment)}
-    paths = (str(Path(batchwright.__file__).parents[1]), environment.get("PYTHONPATH"))
-    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _describe_exit(code: int) -> str:

@@ -23,15 +23,20 @@ _MARK = ".deleted-by-the-program"
 
 
 class ScratchFolder:
-    """The files of a program as it sees them: the real ones below, its own changes above."""
+    """The files of a program as it sees them: the real ones below, its own changes above.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: where its changes go.
+        free: a folder around it that goes with the probes: what lies there is not led away.
+    """
+
+    def __init__(self, folder: Path, free: Path | None = None) -> None:
         self.folder = Path(os.path.realpath(folder))
         self.written: list[str] = []
         self.programs: list[str] = []
         """Other programs that were started: what they write is not led away."""
         self._temporary = Path(os.path.realpath(tempfile.gettempdir()))
-        self._free = [Path("/dev"), Path("/proc"), self.folder]
+        self._free = [Path("/dev"), Path("/proc"), Path(os.path.realpath(free or folder))]
         self._work = Path(os.path.realpath(os.getcwd()))
         self._start = time.time()
         self._own: set[Path] = set()
@@ -41,10 +46,12 @@ class ScratchFolder:
         if not isinstance(path, str | bytes | os.PathLike):
             return False  # a descriptor
         real = self._real(path)
+        if any(real.is_relative_to(place) for place in self._free):
+            return False
         # A program that lies in the temporary folder has its own files there.
-        if real.is_relative_to(self._work) and not real.is_relative_to(self.folder):
+        if real.is_relative_to(self._work):
             return True
-        if any(real.is_relative_to(place) for place in self._free) or self._is_own_temporary(real):
+        if self._is_own_temporary(real):
             return False
         return not real.exists() or stat.S_ISREG(mode := real.stat().st_mode) or stat.S_ISDIR(mode)
 
