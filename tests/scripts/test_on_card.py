@@ -244,6 +244,23 @@ def test_an_evaluation_that_repeats_itself_is_not_followed_to_its_end(tmp_path: 
     assert all_followed.run.notes == ()
 
 
+def test_a_generation_is_not_followed_to_its_end_though_its_tokens_take_more_memory_each_time(tmp_path: Path) -> None:
+    seen = run(
+        tmp_path,
+        """
+        model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        while True:
+            model.train()
+            model(torch.randn(512, 64).cuda()).mean().backward(); optimizer.step(); optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                tokens = torch.zeros(8, 64, device="cuda")
+                for _ in range(50): tokens = torch.cat([tokens, model(tokens[-8:]).mean() + tokens[-8:]])
+        """,
+    )
+    assert seen.run.notes == ("47 forwards without gradients repeated those before them, and were not followed again",)
+
+
 def test_more_processes_than_cards_are_refused_with_the_number_to_say(tmp_path: Path) -> None:
     with pytest.raises(bw.errors.StepFailedError, match=r"starts 4 processes.*\n.*devices=4"):
         run(tmp_path, "torch.multiprocessing.spawn(lambda rank: None, nprocs=4)")

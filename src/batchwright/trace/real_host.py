@@ -84,7 +84,7 @@ class RealHostTrace(Trace):
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._turn = threading.RLock()
         self.forwards = RepeatedForwards(
-            lambda: card.allocator.stats.allocated.current, lambda tensor: self.values.real(tensor) is not None
+            card.allocator.stats.allocated, lambda tensor: self.values.real(tensor) is not None
         )
 
     def __torch_dispatch__(

@@ -5,8 +5,9 @@ few: what they leave behind is their outputs.
 
 Promises:
 - a forward is left out only if the same module, in evaluation mode and without gradients, was called three times before
-  with tensors of the same shapes and the same other arguments, held at least as much memory then, and left as much
-  behind each time: outputs of the same shapes, whose values are not known;
+  with tensors of the same shapes and the same other arguments, and left as much behind each time: outputs of the same
+  shapes, whose values are not known;
+- and only if what it holds while it runs, on top of what is held now, is no more than the peak so far;
 - a module with hooks anywhere inside, or one of whose settings, counters or lists has changed, is always followed;
 - its outputs are new tensors without memory, as they would be; a note says how many forwards were left out.
 """
@@ -15,12 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+
+if TYPE_CHECKING:
+    from batchwright.simulated.allocator.segments import Counter
 
 # So often is a forward followed before it is believed to repeat itself.
 _FOLLOWED = 3
@@ -33,16 +37,19 @@ class _Known:
 
     outputs: Any
     growth: int
-    most_held: int
+    # The most that a call held while it ran, on top of what was held before.
+    extra: int
     num_alike: int = 1
 
 
 class RepeatedForwards:
     """The forwards of a program that were seen, by what they were called with."""
 
-    def __init__(self, held_bytes: Callable[[], int], is_known: Callable[[torch.Tensor], bool]) -> None:
-        self._held_bytes, self._is_known = held_bytes, is_known
+    def __init__(self, allocated: Counter, is_known: Callable[[torch.Tensor], bool]) -> None:
+        self._allocated, self._is_known = allocated, is_known
         self._known: dict[Any, _Known] = {}
+        # The peak before the forwards that are under way.
+        self._peak_before = 0
         self.num_left_out = 0
 
     def run(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -55,20 +62,31 @@ class RepeatedForwards:
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         # The module itself, so that another one does not get its place.
         key = (module, autocast, torch.is_inference_mode_enabled(), inputs, settings)
-        known, held = self._known.get(key), self._held_bytes()
-        if known is not None and known.num_alike >= _FOLLOWED and held <= known.most_held:
+        known, held, peak = self._known.get(key), self._allocated.current, self._allocated.peak
+        if known is not None and known.num_alike >= _FOLLOWED and held + known.extra <= max(peak, self._peak_before):
             self.num_left_out += 1
+            self._allocated.peak = max(peak, held + known.extra)
             return self._make(known.outputs)
-        outputs = call(module, *args, **kwargs)
-        seen, growth = _describe_outputs(outputs, (args, kwargs)), self._held_bytes() - held
+        outputs, extra = self._measure(lambda: call(module, *args, **kwargs))
+        seen, growth = _describe_outputs(outputs, (args, kwargs)), self._allocated.current - held
         if seen is None or any(isinstance(leaf, torch.Tensor) and self._is_known(leaf) for leaf in tree_iter(outputs)):
             self._known.pop(key, None)
         elif known is not None and (known.outputs, known.growth) == (seen, growth):
             known.num_alike += 1
-            known.most_held = max(known.most_held, held)
+            known.extra = max(known.extra, extra)
         else:
-            self._known[key] = _Known(seen, growth, held)
+            self._known[key] = _Known(seen, growth, extra)
         return outputs
+
+    def _measure(self, call: Callable[[], Any]) -> tuple[Any, int]:
+        """Return the outputs of a call and the most it held while it ran, on top of what was held before."""
+        held, peak, peak_before = self._allocated.current, self._allocated.peak, self._peak_before
+        self._allocated.peak, self._peak_before = held, max(peak, peak_before)
+        try:
+            outputs = call()
+            return outputs, self._allocated.peak - held
+        finally:
+            self._allocated.peak, self._peak_before = max(peak, self._allocated.peak), peak_before
 
     def _make(self, described: Any) -> Any:
         leaves, structure = described
