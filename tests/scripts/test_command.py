@@ -47,6 +47,31 @@ def test_a_bare_python_is_this_one_and_a_path_is_itself() -> None:
 
 
 @pytest.mark.parametrize(
+    ("start", "interpreter"),
+    [
+        ("#!{python}\n# -*- coding: utf-8 -*-\n", sys.executable),
+        ("#!/usr/bin/env python3\n", sys.executable),
+        ('#!/bin/sh\n\'\'\'exec\' "{python}" "$0" "$@"\n', sys.executable),
+        ("#!/bin/sh\npython train.py\n", None),
+        ("\x7fELF python \n", None),
+    ],
+)
+def test_a_command_that_a_package_installed_is_the_python_file_that_it_is(
+    start: str, interpreter: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trainer").write_text(start.format(python=sys.executable))
+    (tmp_path / "trainer").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if interpreter is None:
+        with pytest.raises(InvalidInputError, match="not a Python program"):
+            read_command(["trainer", "fit"])
+        return
+    command = read_command(["trainer", "fit", "--bs", "8"])
+    assert (command.program, command.interpreter) == (str(tmp_path / "trainer"), interpreter)
+    assert str(command.with_option("--bs", 4)) == "trainer fit --bs 4"
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "no command behind --"),

@@ -3,7 +3,8 @@
 Promises:
 - only exact placeholders are replaced ({micro_batch}, {accumulation}, the name of a shape); any other brace stays;
 - no shell is involved: words are never joined and split again;
-- a launcher in front (python, python -m, torchrun, accelerate launch, deepspeed) is read by its own parser.
+- a launcher in front (python, python -m, torchrun, accelerate launch, deepspeed) is read by its own parser;
+- a command that a package installed (`litgpt`, `tune`) is the Python file that it is.
 """
 
 from __future__ import annotations
@@ -160,13 +161,35 @@ def read_command(words: Sequence[str]) -> UserCommand:
         command = _read_launcher(tuple(words), name, rest[1:], _deepspeed)
     elif name.endswith(".py"):
         command = UserCommand(tuple(words), rest[0], tuple(rest[1:]))
+    elif (installed := _find_installed(rest[0])) is not None:
+        path, interpreter = installed
+        command = UserCommand(tuple(words), path, tuple(rest[1:]), interpreter=interpreter)
     else:
         raise InvalidInputError(
             f"{shortened(rest[0])} is not a Python program or a launcher of one.",
-            details=["understood are python, torchrun, accelerate launch, deepspeed, or a script's path"],
+            details=[
+                "understood are python, torchrun, accelerate launch, deepspeed, a script's path, or a command that a "
+                "package installed"
+            ],
             remedy=_EXAMPLE,
         )
     return replace(command, environment=tuple(environment))
+
+
+def _find_installed(word: str) -> tuple[str, str] | None:
+    """Return the file of a command that is written in Python, and its interpreter; None if it is none.
+
+    Beside this interpreter first, as its folder need not be on the path.
+    """
+    path = shutil.which(word, path=str(Path(sys.executable).parent)) or shutil.which(word)
+    if path is None:
+        return None
+    with open(path, "rb") as file:
+        first, second = (file.readline(1024).decode("utf-8", "replace") for _ in range(2))
+    # pip and uv write what is too long for the first line into the second: '''exec' "/path/python" "$0" "$@"
+    line = second if first.startswith("#!/bin/sh") and second.startswith("'''exec'") else first
+    interpreter = re.search(r"[^\s\"'!]*\bpython[\d.]*(?=[\s\"'])", line)
+    return (path, _find_interpreter(interpreter[0])) if line.startswith(("#!", "'''")) and interpreter else None
 
 
 def _read_python(words: tuple[str, ...], interpreter: str, rest: list[str]) -> UserCommand:
