@@ -149,6 +149,17 @@ def test_updates_by_hand_and_two_optimizers(folder: Path) -> None:
     )
     run = probe(folder, "gan.py")
     assert (run.num_windows, run.optimizers) == (2, ("Adam", "SGD"))
+    # A critic that is ahead; the third one never steps.
+    (folder / "wgan.py").write_text(
+        "import torch\na, b, c = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1), torch.nn.Linear(1, 1)\n"
+        "A, B = torch.optim.SGD(a.parameters(), 1e-3), torch.optim.Adam(b.parameters())\n"
+        "C = torch.optim.SGD(c.parameters(), 1e-3)\n"
+        "for step in range(1000):\n    b(a(torch.ones(8, 4))).sum().backward()\n    B.step()\n"
+        "    if step % 5 == 4: A.step()\n"
+    )
+    run = probe(folder, "wgan.py")
+    assert (run.end, run.num_windows, run.optimizers) == ("cut", 2, ("Adam", "SGD"))
+    assert len(run.backwards_per_window) == 12
 
 
 def test_nothing_that_it_started_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """Watches a program from the inside: steps, backwards, forwards, loaders and options, by hooks that change nothing.
 
 Promises:
-- a run is cut after so many windows: steps of every optimizer that steps; zeroed gradients, if weights are updated by
-  hand; forwards and calls of `generate`, if the program makes no optimizer and computes without gradients;
+- a run is cut after so many windows: steps of every optimizer that steps, one that begins a few steps after the others
+  (a generator, an actor) included; zeroed gradients, if weights are updated by hand; forwards and calls of `generate`,
+  if the program makes no optimizer and computes without gradients;
 - forwards are those of top-level modules: what a module or `generate` calls inside is not counted;
 - the program is ended by `finish`, from within the hook: frameworks catch every exception.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import weakref
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from multiprocessing.process import BaseProcess
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 # A program that updates its weights by hand zeroes gradients once before its first window.
 _WINDOWS_BEFORE_ZEROED = 1
+# So many steps more are waited for an optimizer that has not stepped: a critic is often ahead by five, as of WGAN.
+_STEPS_AHEAD = 4
 _MOST_SHAPES = 512
 _MOST_OPTIONS = 64
 
@@ -77,6 +81,7 @@ class Watch:
         self._evaluated_shapes: list[tuple[int, ...]] = []
         self._num_forwards, self._num_evaluated, self._depth = 0, 0, 0
         self._has_optimizer = False
+        self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         # By loader: the size of its batches, and which data they are from.
         self._loaders: dict[int, tuple[int, int]] = {}
         self._begun: set[int] = set()
@@ -168,11 +173,21 @@ class Watch:
         self.enter_phase("batch")
         if self._measure is not None:
             self._measure.stepped(optimizer, self.report())
-        if self.num_steps >= self._wanted:
+        if self.num_steps >= self._wanted and (
+            max(self._steps.values()) >= self._wanted + _STEPS_AHEAD or not self._is_one_to_come()
+        ):
             self.finish()
 
+    def _is_one_to_come(self) -> bool:
+        """Whether an optimizer has not stepped yet whose weights no other one updates."""
+        begun = [optimizer for optimizer in self._made if id(optimizer) in self._steps]
+        updated = {id(weight) for optimizer in begun for weight in _weights(optimizer)}
+        return any(
+            updated.isdisjoint(map(id, _weights(optimizer))) for optimizer in self._made if optimizer not in begun
+        )
+
     def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
-        count = sum(weight.numel() for group in optimizer.param_groups for weight in group["params"])
+        count = sum(weight.numel() for weight in _weights(optimizer))
         if count > self._num_trained:
             rates = {group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups}
             rate = rates.pop() if len(rates) == 1 else None
@@ -229,6 +244,7 @@ class Watch:
         def create(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             self._has_optimizer = True
             make_optimizer(optimizer, *args, **kwargs)
+            self._made.add(optimizer)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             if self._is_in_backward:  # torch's own way through function modes, or a checkpoint's recomputation
@@ -318,6 +334,10 @@ class Watch:
     def _note_option(self, name: str, value: int) -> None:
         if len(self._options) < _MOST_OPTIONS:
             self._options[name] = value
+
+
+def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 def _has_samples(value: Any) -> bool:
