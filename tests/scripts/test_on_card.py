@@ -173,6 +173,14 @@ def test_the_peak_is_that_of_a_workload_of_the_same_step(tmp_path: Path) -> None
             assert model.head.weight is model.words.weight and model.head.bias.is_cuda
             while True: model(torch.ones(8, 4, dtype=torch.long).cuda()).mean().backward(); optimizer.step()
         """,
+        "weights that are given memory of the card, and taken back": """
+            model = build(); given = torch.randn(256, 64).cuda(); weight = model[0].weight
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            weight.data = given.contiguous(); assert weight.is_cuda and model[0].weight is weight
+            weight.data = torch.zeros(256, 64); assert not weight.is_cuda
+            weight.data = given; model.cuda(); assert isinstance(weight, nn.Parameter) and weight.requires_grad
+            while True: model(torch.randn(8, 64).cuda()).mean().backward(); optimizer.step()
+        """,
         "an evaluation in inference mode": """
             model = build().to(device="cuda", dtype=torch.bfloat16, memory_format=torch.contiguous_format).eval()
             with torch.inference_mode():

@@ -46,6 +46,7 @@ from batchwright.simulated.torch_patches.redirected_calls import (
     compiled_as_eager,
     move_with_gradient,
     moving_parameters,
+    put_into,
 )
 from batchwright.trace.checkpoints import checkpoints_of_the_card
 from batchwright.trace.host_batches import OutsideTensors
@@ -342,9 +343,5 @@ def _move_real(parameter: torch.Tensor, function: Callable[[Any], Any]) -> None:
     if not isinstance(moved, FakeTensor):
         parameter.data = moved
         return
-    new = nn.Parameter(moved.detach(), parameter.requires_grad)
     parameter.grad = None
-    # `.data =` is refused between kinds of tensors, and torch's own swap where anything refers weakly to the tensor.
-    torch._C._swap_tensor_impl(parameter, new)
-    parameter.__class__, new.__class__ = new.__class__, parameter.__class__
-    parameter.__dict__, new.__dict__ = new.__dict__, parameter.__dict__
+    put_into(parameter, moved)

@@ -190,6 +190,19 @@ def _move(tensor: Any, fn: Callable[[Any], Any]) -> None:
     tensor.__dict__, moved.__dict__ = moved.__dict__, tensor.__dict__
 
 
+def put_into(tensor: Any, moved: torch.Tensor) -> None:
+    """Have a tensor of the host be one of the card, or the other way: the same object, of another's memory.
+
+    `.data =` is refused between kinds of tensors, and torch's own swap where anything refers weakly to the tensor.
+    """
+    new: Any = moved.detach().requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, tensor.requires_grad)
+    torch._C._swap_tensor_impl(tensor, new)
+    tensor.__class__, new.__class__ = new.__class__, tensor.__class__
+    tensor.__dict__, new.__dict__ = new.__dict__, tensor.__dict__
+
+
 # `torch.compile` while a card is simulated: the eager module is traced, and a note says so.
 
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -222,6 +235,7 @@ def refuse_graphs(options: dict[str, Any]) -> None:
 
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _GET_DEVICE = torch.Tensor.get_device
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
 _PINNED = (torch.Tensor.pin_memory, torch.Tensor.is_pinned)
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
@@ -248,6 +262,8 @@ class RedirectedCalls(TorchFunctionMode):
             return is_on_card(args[0])
         if func is _GET_DEVICE:
             return 0 if is_on_card(args[0]) else func(*args)
+        if func == _SET_DATA and isinstance(args[0], FakeTensor) is not isinstance(args[1], FakeTensor):
+            return put_into(*args)
         if func in _PINNED:
             # Pinned memory is the host's: nothing of it is on the card.
             return args[0] if func is torch.Tensor.pin_memory else True
