@@ -289,6 +289,7 @@ RANKS = """
         loss.backward(); optimizer.step(); optimizer.zero_grad()
         total = loss.detach().clone(); dist.all_reduce(total); dist.barrier()
         assert (dist.get_rank(), dist.get_world_size()) == (0, int(sys.argv[1]))
+        assert torch.cuda.device_count() == torch.accelerator.device_count() == int(sys.argv[1])
 """
 
 

@@ -264,6 +264,8 @@ def program_on_card(card: SimulatedCard, *, devices: int | None = None) -> Itera
 
         stack.enter_context(
             applied(
+                # As under a launcher: a program may count its cards, though it works on the first.
+                *([_counting_cards(devices)] if devices is not None else []),
                 _ways_out(trace),
                 _ways_of_programs(seeing_the_card, devices or 1, trace.notes.setdefault),
                 trace._weights.seeing_parameters(),
@@ -274,6 +276,11 @@ def program_on_card(card: SimulatedCard, *, devices: int | None = None) -> Itera
         stack.enter_context(trace)
         stack.enter_context(RedirectedCalls(device))
         yield trace
+
+
+def _counting_cards(devices: int) -> Iterator[Patch]:
+    for place in (torch.cuda, torch.accelerator):
+        yield Patch(place, "device_count", lambda: devices)
 
 
 def _ways_out(trace: RealHostTrace) -> Iterator[Patch]:
