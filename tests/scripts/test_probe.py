@@ -225,6 +225,17 @@ def test_an_evaluation_before_the_training_does_not_end_it(folder: Path) -> None
     run = probe(folder, "both.py")
     assert (run.end, run.windows, run.num_windows) == ("cut", "optimizer steps", 2)
     assert run.batch_size == 8, "of the training, though most forwards had another"
+    (folder / "trainer.py").write_text(
+        "import sys, torch\nclass Trainer:\n    def train(self, model):\n"
+        "        optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "        while True: model(torch.ones(8, 4)).sum().backward(); optimizer.step()\n"
+        "model = torch.nn.Linear(4, 1).eval()\n"
+        "with torch.no_grad():\n    for _ in range(9): model(torch.ones(64, 4))\n"
+        "if sys.argv[1] == 'train': Trainer().train(model)\n"
+    )
+    assert probe(folder, "trainer.py train").batch_size == 8, "though its optimizer is made after the evaluation"
+    run = probe(folder, "trainer.py evaluate")
+    assert (run.windows, run.num_windows, run.batch_size) == ("forwards", 9, 64)
 
 
 def test_generation_is_one_window_with_its_cache(folder: Path) -> None:

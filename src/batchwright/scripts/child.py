@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import runpy
 import signal
 import socket
@@ -57,6 +58,8 @@ _WRITERS_ELSEWHERE = ("safetensors.torch", "huggingface_hub")
 _OURS = ("batchwright.device.host", "batchwright.device.outcome", "batchwright.scripts.watch", "batchwright.targets")
 # The name of its thread.
 _JEMALLOC = "jemalloc_bg_thd"
+# A call in the program's own file by which it trains, sooner or later.
+_TRAINS = re.compile(rb"\.backward\(|Trainer\(|\.fit\(|[Tt]rainer\.train\(")
 # So deep are files of the user's own followed for what they import.
 _DEEPEST = 20
 
@@ -131,12 +134,23 @@ def _import_before(job: ScriptJob) -> bool:
         with suppress(Exception):
             importlib.import_module(name)
     with suppress(Exception):
-        spec = importlib.util.find_spec(job.program) if job.is_module else None
-        program = Path(job.program) if spec is None else Path(spec.origin or "")
+        program = _file_of(job)
         import_what_is_imported(program, Path.cwd() if job.is_module else program.resolve().parent)
     import torch._dynamo  # noqa: F401  # the first optimizer of a process imports it
 
     return _can_be_forked()
+
+
+def _file_of(job: ScriptJob) -> Path:
+    spec = importlib.util.find_spec(job.program) if job.is_module else None
+    return Path(job.program) if spec is None else Path(spec.origin or "")
+
+
+def _reads_as_training(job: ScriptJob) -> bool:
+    """Whether a program's own file trains a model, after whatever it may evaluate first."""
+    with suppress(ImportError, OSError, ValueError):
+        return _TRAINS.search(_file_of(job).read_bytes()) is not None
+    return False
 
 
 def _can_be_forked() -> bool:
@@ -213,7 +227,7 @@ class _Run:
 
         self._job = job
         self._measure = _open_measure(job)
-        self._watch = Watch(job.num_windows, self._measure, job.loader_sizes)
+        self._watch = Watch(job.num_windows, self._measure, job.loader_sizes, expects_training=_reads_as_training(job))
         if not job.measure:
             # What measures gradients trains as the program does.
             self._watch.longest = LongestBatches(Path(job.folder).parents[1] / LENGTHS, self._watch.notes)

@@ -65,9 +65,16 @@ class Watch:
     """What a program does, as far as hooks see it."""
 
     def __init__(
-        self, num_windows: int, measure: Measure | None = None, loader_sizes: tuple[int, int] | None = None
+        self,
+        num_windows: int,
+        measure: Measure | None = None,
+        loader_sizes: tuple[int, int] | None = None,
+        *,
+        expects_training: bool = False,
     ) -> None:
         self._wanted = num_windows
+        # Then what it evaluates before it makes an optimizer does not end it.
+        self._expects_training = expects_training
         self._loader_sizes = loader_sizes
         self._measure = measure
         self._start = time.perf_counter()
@@ -212,7 +219,7 @@ class Watch:
         if self._depth == 0 and is_evaluation and not (self._has_optimizer or self._num_backwards):
             self._num_evaluated += 1
             self._seconds_at.append(time.perf_counter())
-            if self._num_evaluated >= self._wanted:
+            if self._num_evaluated >= self._wanted and not self._expects_training:
                 self.finish()
 
     def _zeroed(self) -> None:
