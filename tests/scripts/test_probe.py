@@ -228,9 +228,11 @@ def test_an_evaluation_before_the_training_does_not_end_it(folder: Path) -> None
     (folder / "trainer.py").write_text(
         "import sys, torch\nclass Trainer:\n    def train(self, model):\n"
         "        optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-        "        while True: model(torch.ones(8, 4)).sum().backward(); optimizer.step()\n"
+        "        while True: model({'x': torch.ones(8, 4)}).sum().backward(); optimizer.step()\n"
         "model = torch.nn.Linear(4, 1).eval()\n"
-        "with torch.no_grad():\n    for _ in range(9): model(torch.ones(64, 4))\n"
+        "forward = model.forward; model.forward = lambda x: forward(x['x'])\n"
+        "from collections import UserDict\n"
+        "with torch.no_grad():\n    for _ in range(9): model(UserDict(x=torch.ones(64, 4)))\n"
         "if sys.argv[1] == 'train': Trainer().train(model)\n"
     )
     assert probe(folder, "trainer.py train").batch_size == 8, "though its optimizer is made after the evaluation"

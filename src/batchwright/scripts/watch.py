@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import weakref
+from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from multiprocessing.process import BaseProcess
@@ -208,7 +209,7 @@ class Watch:
             self.enter_phase("forward")
             self._num_forwards += 1
             # As numbers: while torch.jit traces a module, they are tensors.
-            shape = next((tuple(map(int, leaf.shape)) for leaf in tree_iter(values) if _has_samples(leaf)), None)
+            shape = next((tuple(map(int, leaf.shape)) for leaf in _leaves(values) if _has_samples(leaf)), None)
             shapes = self._evaluated_shapes if is_evaluation else self._shapes
             if shape is not None and len(shapes) < _MOST_SHAPES:
                 shapes.append(shape)
@@ -345,6 +346,15 @@ class Watch:
 
 def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def _leaves(values: Any) -> Iterator[Any]:
+    """Yield what was handed to a model, out of mappings that are no dict too, such as a tokenizer's."""
+    for leaf in tree_iter(values):
+        if isinstance(leaf, Mapping):
+            yield from _leaves(dict(leaf))
+        else:
+            yield leaf
 
 
 def _has_samples(value: Any) -> bool:
