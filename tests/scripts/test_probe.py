@@ -13,6 +13,7 @@ import pytest
 from batchwright.errors import BatchwrightError, InvalidInputError, StepFailedError
 from batchwright.scripts.probe import Probes
 from batchwright.scripts.script import Script
+from batchwright.scripts.watch import Watch
 
 if TYPE_CHECKING:
     from batchwright.scripts.script_run import ScriptRun
@@ -238,6 +239,19 @@ def test_an_evaluation_before_the_training_does_not_end_it(folder: Path) -> None
     assert probe(folder, "trainer.py train").batch_size == 8, "though its optimizer is made after the evaluation"
     run = probe(folder, "trainer.py evaluate")
     assert (run.windows, run.num_windows, run.batch_size) == ("forwards", 9, 64)
+
+
+def test_a_batch_of_more_samples_than_there_are_is_told() -> None:
+    import torch
+    from torch.utils.data import DataLoader
+
+    watch = Watch(2)
+    with watch.on():
+        data = torch.utils.data.TensorDataset(torch.ones(5, 4))
+        assert [len(x) for size in (5, 8) for (x,) in DataLoader(data, batch_size=size)] == [5, 5]
+    assert watch.report().notes == (
+        "a loader has 5 samples, fewer than its batch of 8: what was probed with it is no whole batch",
+    )
 
 
 def test_generation_is_one_window_with_its_cache(folder: Path) -> None:

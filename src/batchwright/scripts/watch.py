@@ -288,6 +288,7 @@ class Watch:
 
         def begun(loader: Any) -> Any:
             self._begun.add(id(loader))
+            self._note_few(loader)
             if self.longest is not None:
                 self.longest.lead(loader)
             return iterate(loader)
@@ -304,6 +305,12 @@ class Watch:
         yield from seeing_options(self._note_option)
         yield DataLoader, "__init__", built
         yield DataLoader, "__iter__", begun
+
+    def _note_few(self, loader: Any) -> None:
+        size, data = loader.batch_size, loader.dataset
+        if isinstance(size, int) and hasattr(data, "__len__") and len(data) < size:
+            few = f"a loader has {counted(len(data), 'sample')}, fewer than its batch of {size:,}"
+            self.notes[f"{few}: what was probed with it is no whole batch"] = None
 
     def _noting_processes(self) -> Callable[[Any], None]:
         start = BaseProcess.start
