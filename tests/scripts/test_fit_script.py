@@ -103,6 +103,18 @@ def test_a_size_that_is_too_small_for_batch_norm_is_passed_over(folder: Path) ->
     assert (fit.micro_batch, fit.trials[0].is_too_small) == (16, True)
 
 
+def test_a_size_at_which_the_program_alone_fails_is_passed_over(folder: Path) -> None:
+    (folder / "top5.py").write_text(
+        "import sys, torch\nmodel = torch.nn.Linear(8, 8).cuda()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\nsize = int(sys.argv[1])\n"
+        "while True: model(torch.ones(size, 8).cuda()).sum(1).topk(5)[0].sum().backward(); optimizer.step()\n"
+    )
+    fit = fit_script(Script(["top5.py", "{micro_batch}"], cwd=folder), on="t4-16gb", limit=16)
+    assert (fit.micro_batch, fit.trials[0].is_too_small) == (16, True)
+    with pytest.raises(StepFailedError, match="not in range"):
+        fit_script(Script(["top5.py", "{micro_batch}"], cwd=folder), on="t4-16gb", limit=4)
+
+
 def test_an_option_that_changes_nothing_is_refused(folder: Path) -> None:
     script = Script(["train.py", "--fixed"], cwd=folder, batch_option="--batch-size")
     with pytest.raises(InvalidInputError, match="still receives 4 samples"):

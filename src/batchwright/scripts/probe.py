@@ -31,6 +31,8 @@ from batchwright.scripts.script_run import EXITED, FAILED, FINISHED, OUT_OF_MEMO
 from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from batchwright.scripts.script import Script
 
 DEFAULT_WINDOWS = 2
@@ -66,16 +68,19 @@ class Probes:
         num_windows: int = DEFAULT_WINDOWS,
         limit_bytes: int | None = None,
         measure: str = "",
-        may_be_too_small: bool = False,
+        tolerated: Collection[str] = (),
     ) -> ScriptRun:
-        """Run the program until it is cut, and return what was seen; raise what has to be said if it was not."""
+        """Run the program until it is cut, and return what was seen; raise what has to be said if it was not.
+
+        Ends that are `tolerated` are returned like a cut.
+        """
         check_program(command, Path(self.script.cwd))
         job = self._job(command, num_windows, limit_bytes, measure)
         run = self._run_on_card(job, command) if names_a_card(self.on) else self._run(job, command)
         if command.num_processes > 1 and not names_a_card(self.on):
             text = f"of {command.num_processes} processes that {command.launcher} starts one was run, alone"
             run = replace(run, notes=(*run.notes, text))
-        is_answer = run.was_cut or run.end == OUT_OF_MEMORY or (run.end == TOO_SMALL and may_be_too_small)
+        is_answer = run.was_cut or run.end in (OUT_OF_MEMORY, *tolerated)
         if not is_answer and not (measure and run.num_windows):
             self._raise(run, command)
         return run
