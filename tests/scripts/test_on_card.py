@@ -157,6 +157,17 @@ def test_the_peak_is_that_of_a_workload_of_the_same_step(tmp_path: Path) -> None
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             while True: model(torch.randn(8, 64).cuda()).mean().backward(); optimizer.step(); dist.barrier()
         """,
+        "a solver that asserts, and steps until its error is small": """
+            model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            while True:
+                y = model(torch.randn(8, 64).cuda())
+                error = (y - 1).norm(); step = 1 / error
+                if not torch.isfinite(step): step = step * 0
+                assert step > 0, "underflow"
+                while not error < 1e-3: error = error * 0.5
+                if not torch.isfinite(y).all() or y.isnan().any(): raise SystemExit("no number")
+                y.mean().backward(); optimizer.step()
+        """,
         "a graph for TensorBoard": """
             from torch.utils.tensorboard import SummaryWriter
             model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)

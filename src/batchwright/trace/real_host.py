@@ -7,16 +7,23 @@ Promises:
 - an operator that touches no tensor of the card runs for real;
 - what is moved to the card becomes a tensor without memory; its values are known, unless they are weights;
 - what is read back is known, or made up and counted: zeros, 1 for a single number, True for "all of them are";
+- what is computed is taken to be finite, and what is asserted of it to hold; a condition that is read again and again
+  without a backward between is met in the end, and a note says so;
 - a size that depends on unknown values is the largest that it can be, or that of zeros, and a note says which;
 - threads that the program starts see the card too, one operator at a time.
 """
 
 from __future__ import annotations
 
+import dis
+import math
 import sys
 import threading
 import weakref
+from collections import Counter
 from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +58,7 @@ from batchwright.simulated.torch_patches.redirected_calls import (
 from batchwright.trace.checkpoints import checkpoints_of_the_card
 from batchwright.trace.host_batches import OutsideTensors
 from batchwright.trace.host_weights import HostWeights
+from batchwright.trace.refusals import users_frame
 from batchwright.trace.repeated_forwards import RepeatedForwards
 from batchwright.trace.trace import Trace
 from batchwright.units import counted
@@ -58,13 +66,26 @@ from batchwright.units import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
+    from types import FrameType
 
     from batchwright.simulated.card import SimulatedCard
 
 _aten = torch.ops.aten
 _COPY, _COPY_INTO, _EQUAL = _aten._to_copy.default, _aten.copy_.default, _aten.equal.default
 _READ_SCALAR = _aten._local_scalar_dense.default
+# How `isfinite`, `isnan` and `isinf` come here: of what is finite each has one answer.
+_OF_FINITE: dict[Any, bool] = {
+    _aten.isnan.default: False,
+    _aten.isinf.default: False,
+    _aten.isfinite.default: True,
+}
+_OF_ITSELF = {_aten.eq.Tensor: True, _aten.ne.Tensor: False}
+_OF_INFINITY = {_aten.eq.Scalar: False, _aten.ne.Scalar: True}
+# A condition read so often in a row is what a loop waits for: that a solver's error is small enough, say.
+_PATIENCE = 16
 _ALL = (_aten.all.default, _aten.all.dim, _aten._is_all_true.default)
+# That any of them is wrong is what a program guards against.
+_ANY = (_aten.any.default, _aten.any.dim)
 _MASKS = (torch.bool, torch.uint8)
 # What is copied to the card is known up to this size, in bytes: lengths, labels, tokens and pictures, not weights.
 _LARGEST_KNOWN = 2**28
@@ -80,6 +101,8 @@ class RealHostTrace(Trace):
         self.num_made_up = 0
         self.storages.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._says_all: set[int] = set()
+        self._says_any: set[int] = set()
+        self._reads: Counter[tuple[int, int]] = Counter()
         self._outside = _HostTensors()
         self._weights = HostWeights()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -124,11 +147,21 @@ class RealHostTrace(Trace):
             self._learn_moved(outputs, args[1] if func is _COPY_INTO else args[0])
         elif func in _ALL:
             self._says_all.add(outputs.untyped_storage()._cdata)
+        elif func in _ANY:
+            self._says_any.add(outputs.untyped_storage()._cdata)
+        elif (of_finite := _said_of_finite(func, args)) is not None:
+            self.values.learn(outputs, lambda: torch.full(tuple(outputs.shape), of_finite))
         return outputs
+
+    def phase(self, name: str) -> None:
+        """Note that a phase begins; what was waited for is over."""
+        super().phase(name)
+        self._reads.clear()
 
     def _forget(self, key: int) -> None:
         super()._forget(key)
         self._says_all.discard(key)
+        self._says_any.discard(key)
 
     def see_model(self, model: nn.Module) -> None:
         """Learn which tensors of the card are a model's, once it lies there."""
@@ -142,8 +175,24 @@ class RealHostTrace(Trace):
             return value
         self.num_made_up += 1
         if tensor.dtype is torch.bool:
-            return tensor.untyped_storage()._cdata in self._says_all
+            key = tensor.untyped_storage()._cdata
+            return key in self._says_all or (key not in self._says_any and self._is_met())
         return 1.0 if tensor.is_floating_point() else 0
+
+    def _is_met(self) -> bool:
+        """Whether a condition that the program reads, and that nothing is known of, is taken to be met."""
+        frame = users_frame(sys._getframe())
+        if frame is None:
+            return False
+        if is_asserting(frame):
+            return True
+        place = id(frame.f_code), frame.f_lasti
+        self._reads[place] += 1
+        if self._reads[place] % _PATIENCE:
+            return False
+        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        self._note(f"{line}: a condition on unknown values was read {_PATIENCE} times, and then taken to be met")
+        return True
 
     def _are_equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
         real = self.values.real(first), self.values.real(second)
@@ -230,6 +279,31 @@ def _is_composite(func: Any) -> bool:
     return name.startswith("aten::") and bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
     )
+
+
+def _said_of_finite(func: Any, args: Any) -> bool | None:
+    """What an operator says of values that are finite, if it tells them from others."""
+    if func in _OF_FINITE:
+        return _OF_FINITE[func]
+    if func in _OF_ITSELF and args[0] is args[1]:
+        return _OF_ITSELF[func]
+    if func in _OF_INFINITY and isinstance(args[1], float) and math.isinf(args[1]):
+        return _OF_INFINITY[func]
+    return None
+
+
+def is_asserting(frame: FrameType) -> bool:
+    """Whether a frame stands at the condition of an `assert`."""
+    ahead = iter(dis.get_instructions(frame.f_code))
+    for instruction in ahead:
+        if instruction.offset == frame.f_lasti:
+            break
+    for instruction in islice(ahead, 3):
+        if instruction.opname == "LOAD_ASSERTION_ERROR" or instruction.argval is AssertionError:
+            return True
+        if "JUMP" not in instruction.opname and instruction.opname not in ("TO_BOOL", "NOT_TAKEN", "CACHE"):
+            return False
+    return False
 
 
 def _touches_card(args: Any, kwargs: Any) -> bool:

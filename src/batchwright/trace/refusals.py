@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -112,6 +113,13 @@ def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
     """The innermost line that is neither torch's nor ours."""
     theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     return f"{theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line}" if theirs else ""
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame, from this one outwards, that is neither torch's nor ours."""
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return frame
 
 
 def values_stay_inside(known: Callable[[torch.Tensor], torch.Tensor | None] | None = None) -> Iterator[Patch]:
