@@ -140,6 +140,8 @@ def test_the_peak_is_that_of_a_workload_of_the_same_step(tmp_path: Path) -> None
                 actions = torch.distributions.Categorical(probs=chances).sample()
                 assert torch.bincount(actions, minlength=64).shape == (64,)
                 assert torch.multinomial(chances, 1).tolist() and torch.unique(actions).numel() == 8
+                assert torch.unique(chances[:, :3].argmax(1)).numel() == 3 == torch.unique(chances[:, :3].max(1)[1]).numel()
+                assert [one.shape[0] for one in torch.unique(actions.view(4, 2), dim=0, return_inverse=True)] == [4, 4]
                 if torch.isnan(chances).any(): raise SystemExit("no number")
                 (-chances.log().gather(1, actions[:, None]).mean()).backward(); optimizer.step()
         """,

@@ -240,10 +240,13 @@ class RealHostTrace(Trace):
                     indices += [self._empty(types, (index.numel(),), torch.int64) for _ in range(max(1, index.dim()))]
             return super().__torch_dispatch__(func, types, (first, indices))
         if func in (_aten._unique2.default, _aten.unique_dim.default, _aten.unique_consecutive.default):
-            self._note("unique: every element was taken to differ")
-            values = self._empty(types, (first.numel(),), first.dtype)
-            counts = [self._empty(types, (first.numel(),), torch.int64) for _ in range(2)]
-            return (values, *counts)
+            self._note("unique: as many elements as can were taken to differ")
+            if func is _aten.unique_dim.default:
+                rows = (first.shape[args[1]],)
+                return self._empty(types, tuple(first.shape), first.dtype), *self._empties(types, rows, rows)
+            most = 2 if first.dtype is torch.bool else self.routing.range_of(first)
+            count = (first.numel() if most is None else min(most, first.numel()),)
+            return self._empty(types, count, first.dtype), *self._empties(types, tuple(first.shape), count)
         return self._like_that_of_zeros(func, types, args, kwargs)
 
     def _like_that_of_zeros(self, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -261,6 +264,9 @@ class RealHostTrace(Trace):
             ),
             outputs,
         )
+
+    def _empties(self, types: Any, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
+        return tuple(self._empty(types, shape, torch.int64) for shape in shapes)
 
     def _empty(self, types: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         options = {"dtype": dtype, "device": torch.device(NAME, 0)}

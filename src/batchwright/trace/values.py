@@ -408,7 +408,10 @@ _KEEPS_SHARE = {_aten._to_copy.default, _aten.clone.default, _aten.ne.Scalar}
 _KEEPS_COUNTS = {_aten._to_copy.default, _aten.clone.default}
 _ABOVE_ZERO: dict[Any, int] = {_aten.gt.Scalar: 0, _aten.ne.Scalar: 0, _aten.ge.Scalar: 1}
 # Operators that choose among the entries of one dimension: where their indices come out.
-_CHOOSES: dict[Any, int] = {_aten.topk.default: 1, _aten.sort.default: 1, _aten.argmax.default: 0}
+_CHOOSES: dict[Any, int] = {
+    **dict.fromkeys((_aten.topk.default, _aten.sort.default, _aten.max.dim, _aten.min.dim), 1),
+    **dict.fromkeys((_aten.argmax.default, _aten.argmin.default), 0),
+}
 
 
 class Routing:
@@ -464,10 +467,14 @@ class Routing:
         position = _CHOOSES[func]
         at = 2 if func is _aten.topk.default else 1
         # Of argmax without a dimension the range is that of all elements.
-        dim = args[at] if len(args) > at else None if func is _aten.argmax.default else -1
+        dim = args[at] if len(args) > at else None if _CHOOSES[func] == 0 else -1
         if dim is not None:
             indices = outputs if isinstance(outputs, torch.Tensor) else outputs[position]
             self._ranges[storage_key(indices)] = args[0].shape[dim]
+
+    def range_of(self, indices: torch.Tensor) -> int | None:
+        """How many different values indices can take, if they were chosen."""
+        return self._ranges.get(storage_key(indices))
 
     def answer(self, func: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Answer an operator whose shape depends on the choice; None for all others."""
