@@ -170,6 +170,13 @@ def test_the_peak_is_that_of_a_workload_of_the_same_step(tmp_path: Path) -> None
                 if not torch.isfinite(y).all() or y.isnan().any(): raise SystemExit("no number")
                 y.mean().backward(); optimizer.step()
         """,
+        "tensors that are made on the card by default": """
+            torch.set_default_tensor_type("torch.cuda.FloatTensor"); assert torch.tensor([1.0]).is_cuda
+            torch.set_default_tensor_type(torch.FloatTensor); assert not torch.zeros(1).is_cuda
+            torch.set_default_device("cuda"); assert torch.get_default_device().type == "cuda"
+            model = build(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            while True: model(torch.rand(8, 64)).mean().backward(); optimizer.step()
+        """,
         "a graph for TensorBoard": """
             from torch.utils.tensorboard import SummaryWriter
             model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)

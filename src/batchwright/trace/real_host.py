@@ -49,6 +49,7 @@ from batchwright.simulated.ranks import one_rank_if_asked, simulated_ranks
 from batchwright.simulated.torch_patches.backend import NAME
 from batchwright.simulated.torch_patches.patches import Patch, TorchPatches, applied, do_nothing, start_inside
 from batchwright.simulated.torch_patches.redirected_calls import (
+    DefaultDevice,
     RedirectedCalls,
     compiled_as_eager,
     move_with_gradient,
@@ -329,13 +330,13 @@ def program_on_card(card: SimulatedCard, *, devices: int | None = None) -> Itera
     trace = RealHostTrace(card)
     with ExitStack() as stack:
         stack.enter_context(TorchPatches())
-        device = stack.enter_context(card.running())
+        device, default = stack.enter_context(card.running()), DefaultDevice()
         stack.enter_context(one_rank_if_asked() if devices is None else simulated_ranks(devices))
         give_back()  # so that large blocks of the host are address space until they are written to
 
         @contextmanager
         def seeing_the_card() -> Iterator[None]:
-            with RedirectedCalls(device):
+            with RedirectedCalls(device, default):
                 _push_mode(trace)
                 try:
                     yield
@@ -349,12 +350,13 @@ def program_on_card(card: SimulatedCard, *, devices: int | None = None) -> Itera
                 _ways_out(trace),
                 _ways_of_programs(seeing_the_card, devices or 1, trace.notes.setdefault),
                 trace._weights.seeing_parameters(),
+                default.patches(),
                 checkpoints_of_the_card(),
                 compiled_as_eager(trace.notes.setdefault),
             )
         )
         stack.enter_context(trace)
-        stack.enter_context(RedirectedCalls(device))
+        stack.enter_context(RedirectedCalls(device, default))
         yield trace
 
 

@@ -1,11 +1,13 @@
 """A step that names `cuda` runs on the simulated card: every call of torch that takes a device is led there.
 
-Replaces: torch.cuda.FloatTensor and its like, torch.compile, torch.nn.Module.compile, torch.nn.Module._apply. The rest
+Replaces: torch.cuda.FloatTensor and its like, torch.set_default_device, torch.get_default_device,
+torch.set_default_tensor_type, torch.compile, torch.nn.Module.compile, torch.nn.Module._apply. The rest
 is seen through a `TorchFunctionMode`, `RedirectedCalls`, and replaces nothing.
 
 Promises:
 - `device="cuda"`, `.cuda()`, `.to("cuda")`, `.to(0)`, `.type("torch.cuda.FloatTensor")` and `torch.device("cuda")` as a
   context lead to the target;
+- so do tensors that name no device, once a program made `cuda` the default;
 - a tensor on the card says of itself what one on a GPU says: `is_cuda`, `device` is `cuda:0`;
 - indices that are lists, ranges or arrays work as on a GPU, and one index is told from several as torch does it; a
   tensor of the host cannot be indexed with one of the card, as on CUDA;
@@ -23,6 +25,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from batchwright.errors import CannotTraceError
@@ -74,6 +77,34 @@ def typed(target: torch.device, tensor: torch.Tensor, dtype: Any = None, **optio
         if called in (f"torch.cuda.{name}", f"torch.{name}"):
             return tensor.to(target if "cuda" in called else torch.device("cpu"), known, **options)
     return tensor.type(dtype, **options)
+
+
+class DefaultDevice:
+    """Where a program has torch make tensors that name no device: on the host, or on the card."""
+
+    def __init__(self) -> None:
+        self.is_card = False
+
+    def patches(self) -> Iterator[Patch]:
+        """Have torch's own functions set and tell it; a card that is not there would be refused by torch."""
+        set_device, device_of, set_type = (
+            torch.set_default_device,
+            torch.get_default_device,
+            torch.set_default_tensor_type,
+        )
+
+        def set_default_device(device: Any) -> None:
+            self.is_card = device is not None and torch.device(device).type in _GPU
+            set_device(None if self.is_card else device)
+
+        def set_default_tensor_type(kind: Any) -> None:
+            name = f"{kind.__module__}.{kind.__name__}" if isinstance(kind, type) else kind
+            self.is_card = name.startswith("torch.cuda.")
+            set_type(name.replace("torch.cuda.", "torch."))
+
+        yield Patch(torch, "set_default_device", set_default_device)
+        yield Patch(torch, "get_default_device", lambda: torch.device("cuda", 0) if self.is_card else device_of())
+        yield Patch(torch, "set_default_tensor_type", set_default_tensor_type)
 
 
 # Indexing a tensor of the card with Python values: `y[:, [0, 2]]`, `y[[True, False]]`, `y[range(3)]`, numpy arrays.
@@ -246,9 +277,9 @@ _GPU = ("cuda", NAME)
 class RedirectedCalls(TorchFunctionMode):
     """Leads calls that name a GPU to `target`: the simulated card, or meta while a model is built."""
 
-    def __init__(self, target: torch.device) -> None:
+    def __init__(self, target: torch.device, default: DefaultDevice | None = None) -> None:
         super().__init__()
-        self.target = target
+        self.target, self._default = target, default
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -283,6 +314,8 @@ class RedirectedCalls(TorchFunctionMode):
                 args = (args[0], index_on_card(args[1], self.target), *args[2:])
             else:
                 refuse_index_of_card(args[1])
+        if self._default is not None and self._default.is_card and func in _device_constructors():
+            kwargs = {**kwargs, "device": self.target if kwargs.get("device") is None else kwargs["device"]}
         args = tuple(self._led(value) for value in args)
         kwargs = {name: self._led(value) for name, value in kwargs.items() if name != "pin_memory"}
         if func in _MOVES_ARGUMENTS and len(args) > 1 and type(args[1]) is int:
