@@ -55,9 +55,12 @@ class ScriptProber:
     def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
         """Run the program at a size until its second optimizer step."""
         command = self.script.at(micro_batch, accumulation=self.accumulation, shape=shape)
-        larger = [run for (size, at), run in self.runs.items() if at == str(shape) and size > micro_batch]
-        # A top-5 accuracy among two samples, say: where the program fails at its smallest size alone, it wants more.
-        may_fail = micro_batch == 1 or any(run.end != FAILED for run in larger)
+        runs = {size: run for (size, at), run in self.runs.items() if at == str(shape)}
+        # A top-5 accuracy among two samples, say: what fails below all sizes that ran wants more samples.
+        may_fail = micro_batch == 1 or (
+            not any(size < micro_batch and run.was_cut for size, run in runs.items())
+            and any(size > micro_batch and run.end != FAILED for size, run in runs.items())
+        )
         tolerated = (TOO_SMALL, FAILED) if may_fail else (TOO_SMALL,)
         run = self.probes.run(command, limit_bytes=self.limit_bytes, tolerated=tolerated)
         self.runs[micro_batch, str(shape)] = run
