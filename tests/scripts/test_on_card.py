@@ -262,7 +262,7 @@ def test_an_evaluation_that_repeats_itself_is_not_followed_to_its_end(tmp_path: 
             model(torch.randn(8, 64).cuda()).mean().backward(); optimizer.step(); optimizer.zero_grad()
     """
     seen = run(tmp_path, program.replace("SIZE", "512"))
-    assert seen.run.notes == ("95 forwards without gradients repeated those before them, and were not followed again",)
+    assert seen.run.notes == ("96 forwards without gradients repeated those before them, and were not followed again",)
     # Each as it is: with another size every time, none is like the one before.
     all_followed = run(tmp_path, program.replace("SIZE", "512 - number"))
     assert seen.run.peak_bytes is not None
@@ -287,6 +287,18 @@ def test_a_generation_is_not_followed_to_its_end_though_its_tokens_take_more_mem
         """,
     )
     assert seen.run.notes == ("47 forwards without gradients repeated those before them, and were not followed again",)
+
+
+def test_outputs_that_an_evaluation_keeps_do_not_make_it_another(tmp_path: Path) -> None:
+    program = """
+        model = nn.Linear(4096, 4096).cuda().eval(); optimizer = torch.optim.SGD(model.parameters(), 0.1); kept = []
+        with torch.no_grad():
+            for _ in range(50): kept.append(model(torch.randn(8, 4096).cuda()))
+        model.train()
+        while True: model(torch.randn(8, 4096).cuda()).mean().backward(); optimizer.step(); optimizer.zero_grad()
+    """
+    seen = run(tmp_path, program)
+    assert seen.run.notes == ("46 forwards without gradients repeated those before them, and were not followed again",)
 
 
 def test_more_processes_than_cards_are_refused_with_the_number_to_say(tmp_path: Path) -> None:

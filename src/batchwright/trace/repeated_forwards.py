@@ -7,7 +7,8 @@ Promises:
 - a forward is left out only if the same module, in evaluation mode and without gradients, was called three times before
   with tensors of the same shapes and the same other arguments, and left as much behind each time: outputs of the same
   shapes, whose values are not known;
-- and only if what it holds while it runs, on top of what is held now, is no more than the peak so far;
+- what it holds while it runs, on top of what is held now, is held for a moment where that would be the peak; if it is
+  too much at once, the forward is followed;
 - a module with hooks anywhere inside, or one of whose settings, counters or lists has changed, is always followed;
 - its outputs are new tensors without memory, as they would be; a note says how many forwards were left out.
 """
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 # So often is a forward followed before it is believed to repeat itself.
 _FOLLOWED = 3
+# By so much may what is held have grown since one was followed.
+_GROWTH = 1.01
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -62,10 +65,9 @@ class RepeatedForwards:
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         # The module itself, so that another one does not get its place.
         key = (module, autocast, torch.is_inference_mode_enabled(), inputs, settings)
-        known, held, peak = self._known.get(key), self._allocated.current, self._allocated.peak
-        if known is not None and known.num_alike >= _FOLLOWED and held + known.extra <= max(peak, self._peak_before):
+        known, held = self._known.get(key), self._allocated.current
+        if known is not None and known.num_alike >= _FOLLOWED and self._can_hold(known.extra):
             self.num_left_out += 1
-            self._allocated.peak = max(peak, held + known.extra)
             return self._make(known.outputs)
         outputs, extra = self._measure(lambda: call(module, *args, **kwargs))
         seen, growth = _describe_outputs(outputs, (args, kwargs)), self._allocated.current - held
@@ -87,6 +89,17 @@ class RepeatedForwards:
             return outputs, self._allocated.peak - held
         finally:
             self._allocated.peak, self._peak_before = max(peak, self._allocated.peak), peak_before
+
+    def _can_hold(self, extra: int) -> bool:
+        """Hold so much for a moment, unless as much was held before; return whether the card has it."""
+        peak = self._allocated.current + extra
+        if peak > max(self._allocated.peak, self._peak_before):
+            try:
+                torch.empty(extra, dtype=torch.uint8, device="cuda")
+            except torch.OutOfMemoryError:
+                return False
+        self._allocated.peak = max(self._allocated.peak, peak)
+        return True
 
     def _make(self, described: Any) -> Any:
         leaves, structure = described
