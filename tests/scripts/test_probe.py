@@ -80,6 +80,17 @@ def test_a_training_script_is_cut_after_two_steps(folder: Path, words: str) -> N
     assert (folder / "log.txt").read_text() == "mine"
 
 
+def test_what_packages_print_while_they_are_imported_is_no_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = folder / "packages"
+    packages.mkdir()
+    (packages / "talkative.py").write_text("print('settings were written')\n")
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    (folder / "train.py").write_text("import talkative\n" + dedent(TRAIN))
+    assert probe(folder, "train.py").was_cut
+
+
 def test_accumulation_is_counted(folder: Path) -> None:
     run = probe(folder, "train.py --accumulation 3", num_windows=3)
     assert run.backwards_per_window == (3, 3, 3)

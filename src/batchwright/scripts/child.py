@@ -104,6 +104,9 @@ class ScriptJob:
 
 def main() -> None:
     """Run the jobs whose files are named, a line each."""
+    # Answers have a way of their own: packages print while they are imported, and that goes to the log.
+    answers = os.dup(1)
+    os.dup2(2, 1)
     can_fork: bool | None = None
     for line in sys.stdin:
         job = ScriptJob.read(Path(line.rstrip("\n")))
@@ -111,21 +114,23 @@ def main() -> None:
         if can_fork is None:
             can_fork = _import_before(job)
         if not can_fork:
-            _answer(STARTED, os.getpid())
+            _answer(answers, STARTED, os.getpid())
+            os.close(answers)
             _run(job)
         process = os.fork()
         if process == 0:
             os.setpgid(0, 0)
+            os.close(answers)
             _run(job)
         with suppress(OSError):
             os.setpgid(process, process)
-        _answer(STARTED, process)
+        _answer(answers, STARTED, process)
         _, status = os.waitpid(process, 0)
-        _answer(ENDED, os.waitstatus_to_exitcode(status))
+        _answer(answers, ENDED, os.waitstatus_to_exitcode(status))
 
 
-def _answer(word: str, number: int) -> None:
-    print(word, number, flush=True)
+def _answer(where: int, word: str, number: int) -> None:
+    os.write(where, f"{word} {number}\n".encode())
 
 
 def _import_before(job: ScriptJob) -> bool:
