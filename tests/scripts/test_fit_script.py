@@ -79,6 +79,15 @@ def test_a_size_that_stands_in_the_program_is_turned_at_its_loader(folder: Path)
         fit_script(Script(["plain.py"], cwd=folder), on="t4-16gb", limit=64)
 
 
+def test_a_program_that_stays_on_the_cpu_is_refused_on_a_card(folder: Path) -> None:
+    (folder / "plain.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(8, 8); optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "while True: model(torch.ones(8, 8)).sum().backward(); optimizer.step()\n"
+    )
+    with pytest.raises(InvalidInputError, match="put nothing on NVIDIA Tesla T4"):
+        fit_script(Script(["plain.py"], cwd=folder), on="t4-16gb")
+
+
 def test_shapes_give_a_table_and_a_start_is_kept(folder: Path) -> None:
     (folder / "shaped.py").write_text(
         "import sys, torch\nmodel = torch.nn.Linear(1024, 1024).cuda().eval()\n"

@@ -115,6 +115,12 @@ class Probes:
         assert card is not None
         run = self._run(replace(job, is_roomy=True), command)
         peak = run.peak_bytes
+        if run.was_cut and peak is not None and not peak.allocated:
+            raise InvalidInputError(
+                f"{command} put nothing on {card.product} (simulated): what it computes stays on the CPU.",
+                details=list(run.notes),
+                remedy='an argument with which it uses cuda, as in --device cuda; or on="cpu"',
+            )
         if not run.was_cut or peak is None or peak.device is None or peak.device <= card.total_bytes:
             return run
         needed = (peak.allocated or 0) + context_of(card).typical_bytes
