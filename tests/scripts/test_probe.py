@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from textwrap import dedent
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchwright.errors import BatchwrightError, InvalidInputError, StepFailedError
+from batchwright.scripts.child import descendants_of
 from batchwright.scripts.probe import Probes
 from batchwright.scripts.script import Script
 from batchwright.scripts.watch import Watch
@@ -197,6 +200,30 @@ def test_nothing_that_it_started_is_left(folder: Path, monkeypatch: pytest.Monke
     ]
     assert sleeping == []
     assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_nor_is_it_if_batchwright_is_killed(folder: Path) -> None:
+    (folder / "waits.py").write_text("import time\nfor _ in range(60): time.sleep(1)\n")
+    asking = subprocess.Popen(
+        [sys.executable, "-m", "batchwright", "estimate", "--show-output", "--", "waits.py"],
+        cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline, started = time.monotonic() + 60, list[int]()
+    while len(started) < 2:  # the process that imports, and the program forked from it
+        assert time.monotonic() < deadline
+        started = [process for process in descendants_of(asking.pid) if _is_probe(process)]
+        time.sleep(0.05)
+    asking.kill()
+    asking.wait()
+    deadline = time.monotonic() + 10
+    while any(map(_is_probe, started)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _is_probe(process: int) -> bool:
+    return b"scripts.child" in _command_line(Path(f"/proc/{process}"))
 
 
 def _command_line(entry: Path) -> bytes:

@@ -13,6 +13,7 @@ Promises:
 from __future__ import annotations
 
 import ast
+import ctypes
 import importlib
 import importlib.util
 import json
@@ -24,6 +25,7 @@ import socket
 import struct
 import sys
 import threading
+import traceback
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -107,6 +109,7 @@ def main() -> None:
     # Answers have a way of their own: packages print while they are imported, and that goes to the log.
     answers = os.dup(1)
     os.dup2(2, 1)
+    end_with_parent(os.getppid())
     can_fork: bool | None = None
     for line in sys.stdin:
         job = ScriptJob.read(Path(line.rstrip("\n")))
@@ -117,8 +120,10 @@ def main() -> None:
             _answer(answers, STARTED, os.getpid())
             os.close(answers)
             _run(job)
+        server = os.getpid()
         process = os.fork()
         if process == 0:
+            end_with_parent(server)
             os.setpgid(0, 0)
             os.close(answers)
             _run(job)
@@ -127,6 +132,19 @@ def main() -> None:
         _answer(answers, STARTED, process)
         _, status = os.waitpid(process, 0)
         _answer(answers, ENDED, os.waitstatus_to_exitcode(status))
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int) -> None:
+    """Have Linux end this process with the one that started it, even if that is killed and can clear nothing away."""
+    if sys.platform != "linux":
+        return
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _answer(where: int, word: str, number: int) -> None:
@@ -277,6 +295,22 @@ class _Run:
 
     def _leave(self, end: str, error: BaseException | None = None) -> NoReturn:
         self._leaving.acquire()  # never released: the first to leave takes the process with it
+        code = 1
+        try:
+            self._report(end, error)
+            code = 0
+        finally:
+            if code:
+                traceback.print_exc()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(Exception):
+                    stream.flush()
+            for process in descendants_of(os.getpid()):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
+            os._exit(code)
+
+    def _report(self, end: str, error: BaseException | None) -> None:
         peak = None
         with suppress(Exception):
             peak = self._peak()
@@ -294,13 +328,6 @@ class _Run:
 
             torch.save(self._measure.result(), Path(self._job.folder) / MEASURED)
         write_answer(run, Path(self._job.folder))
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
-        for process in descendants_of(os.getpid()):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(process, signal.SIGKILL)
-        os._exit(0)
 
 
 def descendants_of(process: int) -> list[int]:
