@@ -122,12 +122,16 @@ def build_certified_sampler(
 
 def check_that_ranks_agree(budget: float, place: tuple[int, int]) -> None:
     """Refuse budgets that differ between ranks: each would deal other batches, and samples would be lost."""
+    import torch
     import torch.distributed as dist
 
     if place[1] == 1 or not (dist.is_available() and dist.is_initialized()):
         return
-    budgets: list[float] = [budget] * dist.get_world_size()
-    dist.all_gather_object(budgets, budget)
+    device = torch.device("cpu") if "gloo" in dist.get_backend() else torch.accelerator.current_accelerator()
+    mine = torch.tensor([budget], dtype=torch.float64, device=device)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    budgets = [float(row) for row in rows]
     if len(set(budgets)) > 1:
         amounts = ", ".join(format_bytes(one) for one in budgets)
         raise InvalidInputError(
