@@ -311,3 +311,16 @@ def test_one_that_decides_by_values_how_often_is_refused_and_runs_for_real() -> 
     with pytest.raises(CannotTraceError, match="computes the loss inside its step"):
         bw.estimate(workload, micro_batch=4)
     assert really(workload, 4) > 0
+
+
+def test_what_is_moved_into_a_part_is_known_there_if_the_whole_is() -> None:
+    values = KnownValues()
+    with FakeTensorMode():
+        whole, other = torch.empty(7), torch.empty(7)
+    values.learn(whole, lambda: torch.ones(7))
+    for fake in (whole, other):
+        values.learn_batch(fake[2:6], torch.tensor([80.0, 80.0, 40.0, 40.0]))
+    known = values.real(whole)
+    assert known is not None
+    assert known.tolist() == [1, 1, 80, 80, 40, 40, 1]
+    assert values.real(other) is None

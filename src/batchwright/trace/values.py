@@ -73,7 +73,7 @@ class KnownValues:
         """Take note of what a tiny tensor holds; `make` makes it, contiguous as the fake one is."""
         if _is_small(fake):
             with unset_fake_temporarily(), torch.no_grad():
-                self._twins[fake.untyped_storage()._cdata] = make().contiguous()
+                self.keep(fake, make().contiguous(), is_of_batch=False)
 
     def learn_batch(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Take note of a tensor of a batch; `fake` lies in its storage as `real` does, or `real` alone is known."""
@@ -86,11 +86,18 @@ class KnownValues:
         self.keep(fake, known)
 
     def keep(self, fake: torch.Tensor, twin: torch.Tensor, *, is_of_batch: bool = True) -> None:
-        """Take note of what a tensor holds, whatever its size, and whether that follows from the batch."""
-        key = fake.untyped_storage()._cdata
-        self._twins[key] = twin
+        """Take note of what a tensor holds, whatever its size, and whether that follows from the batch.
+
+        A view of a part is written into what the whole is known to hold; if that is not known, it stays unknown.
+        """
+        storage = fake.untyped_storage()
+        if twin.untyped_storage().nbytes() >= storage.nbytes():
+            self._twins[storage._cdata] = twin
+        elif (whole := self._real(fake)) is not None:
+            with unset_fake_temporarily(), torch.no_grad():
+                whole.copy_(twin)
         if is_of_batch:
-            self._of_batch.add(key)
+            self._of_batch.add(storage._cdata)
 
     def forget(self, storage_key: int) -> None:
         """Drop the twin of a storage that died."""
@@ -135,9 +142,8 @@ class KnownValues:
         for fake in fakes:
             # A literal, such as torch.tensor(0.0). Copied: the fake mode goes on to change its own.
             constant = fake.constant if isinstance(fake, FakeTensor) else None
-            if constant is not None and not written and _is_small(fake):
-                with unset_fake_temporarily():
-                    self._twins[fake.untyped_storage()._cdata] = constant.clone()
+            if constant is not None and not written:
+                self.learn(fake, constant.clone)
         if func is _DRAW and fakes[0].dim() == 0:
             # One number drawn, as layerdrop does: the highest there is, so that no layer is skipped.
             self.learn(fakes[0], lambda: torch.full((), 1 - 2**-24, dtype=fakes[0].dtype))
@@ -145,7 +151,8 @@ class KnownValues:
             return
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
         is_of_batch = any(t.untyped_storage()._cdata in self._of_batch for t in inputs if isinstance(t, FakeTensor))
-        if func in _UNKNOWABLE or _is_random(func) or not all(self._is_followed(t, is_of_batch) for t in fakes):
+        is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        if func in _UNKNOWABLE or is_random or not all(self._is_followed(t, is_of_batch) for t in fakes):
             self._invalidate(written)
             return
         if not all(self._real(t) is not None for t in inputs):
@@ -225,10 +232,6 @@ def largest_known_bytes(tensor: torch.Tensor) -> int:
 
 def _is_whole(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex()
-
-
-def _is_random(func: Callable[..., Any]) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 # Operators whose results have a shape that depends on values.
