@@ -200,8 +200,10 @@ class DDP(_Ranks):
         """Average the gradients by hand, dense ones of one type in one collective."""
         weights = [parameter for parameter in parameters if id(parameter) not in self._ignored]
         # Not every rank has every gradient, or knows of which kind it is elsewhere.
-        kinds = torch.tensor([_kind(parameter.grad) for parameter in weights], dtype=torch.float32)
-        kinds = kinds.to(self._device)
+        own_kinds = [
+            _NONE if weight.grad is None else _SPARSE if weight.grad.is_sparse else _DENSE for weight in weights
+        ]
+        kinds = torch.tensor(own_kinds, dtype=torch.float32).to(self._device)
         dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=self._group)
         by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for parameter, kind in zip(weights, kinds.tolist(), strict=True):
@@ -212,7 +214,12 @@ class DDP(_Ranks):
             elif kind == _DENSE:
                 by_type.setdefault((dtype, parameter.device), []).append(parameter)
         for (dtype, _), alike in by_type.items():
-            flat = torch.cat([_gradient(parameter, dtype).flatten() for parameter in alike])
+            flat = torch.cat(
+                [
+                    torch.zeros_like(weight, dtype=dtype).flatten() if weight.grad is None else weight.grad.flatten()
+                    for weight in alike
+                ]
+            )
             dist.all_reduce(flat, group=self._group)
             averages = flat.div_(self.size).split([parameter.numel() for parameter in alike])
             for parameter, averaged in zip(alike, averages, strict=True):
@@ -376,14 +383,6 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 _NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0
-
-
-def _kind(gradient: torch.Tensor | None) -> float:
-    return _NONE if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
-
-
-def _gradient(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros_like(parameter, dtype=dtype) if parameter.grad is None else parameter.grad
 
 
 def _known_to(module: DistributedDataParallel) -> list[torch.Tensor] | None:

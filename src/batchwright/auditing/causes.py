@@ -441,7 +441,7 @@ def _by_shares(weights: Sequence[float], right: Sequence[float]) -> Cause:
     of_all = f"of {len(shares)}"
     lost = [number for number, share in enumerate(shares, 1) if abs(share) < 1e-3]
     if lost:
-        return _explained(DROPPED, f"; micro-batch {_listed(lost)} {of_all} is not in it")
+        return _explained(DROPPED, f"; micro-batch {', '.join(map(str, lost))} {of_all} is not in it")
     times = [round(share) for share in shares]
     are_whole = all(abs(share - n) < 1e-2 and n >= 1 for share, n in zip(shares, times, strict=True))
     if are_whole and 1 in times:
@@ -531,10 +531,6 @@ def _named(names: Iterable[str]) -> str:
     modules = sorted({name.rpartition(".")[0] or name for name in names})
     rest = len(modules) - _MOST_NAMES
     return ", ".join(modules[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 @dataclass(frozen=True)

@@ -353,7 +353,10 @@ class _Run:
     @contextmanager
     def _kept(self) -> Iterator[dict[str, torch.Tensor]]:
         weights = {name: weight.detach().clone() for name, weight in self._weights.items()}
-        groups = [[_settings(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
+        groups = [
+            [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+            for optimizer in self._optimizers
+        ]
         try:
             yield weights
         finally:
@@ -363,10 +366,6 @@ class _Run:
             for optimizer, settings in zip(self._optimizers, groups, strict=True):
                 for group, setting in zip(optimizer.param_groups, settings, strict=False):
                     group.update(setting)
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _call_hooks(optimizer: Any, name: str) -> None:

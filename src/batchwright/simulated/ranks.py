@@ -141,7 +141,10 @@ def on_shards(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], di
     if not name.startswith("aten::_foreach_") or name in _REDUCE or not args:
         return NotImplemented
     first = args[0]
-    if not all(isinstance(tensor, DTensor) and _is_plain(tensor) for tensor in first):
+    if not all(
+        isinstance(tensor, DTensor) and all(isinstance(place, Shard | Replicate) for place in tensor.placements)
+        for tensor in first
+    ):
         return NotImplemented
     if not all(_is_sharded_as(value, first) for value in (*args, *kwargs.values())):
         return NotImplemented
@@ -153,10 +156,6 @@ def on_shards(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], di
     if not isinstance(results, list | tuple) or len(results) != len(first):
         return NotImplemented
     return [DTensor(shard, given._spec, requires_grad=False) for shard, given in zip(results, first, strict=True)]
-
-
-def _is_plain(tensor: DTensor) -> bool:
-    return all(isinstance(placement, Shard | Replicate) for placement in tensor.placements)
 
 
 def _is_sharded_as(value: Any, first: list[DTensor]) -> bool:

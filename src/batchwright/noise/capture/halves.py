@@ -376,7 +376,7 @@ class _Graph:
             )
             layouts.append(_Layout(order[0], self._samples, self._samples) if order else None)
         if not any(layouts) or not all(
-            layout or _is_small(s) for layout, s in zip(layouts, _shapes(node), strict=True)
+            layout or not shape or 0 in shape for layout, shape in zip(layouts, _shapes(node), strict=True)
         ):
             return None
         return layouts
@@ -419,7 +419,3 @@ class _Graph:
 def _shapes(node: Node) -> list[tuple[int, ...]]:
     """Return the shapes of the outputs of a node."""
     return [tuple(output.shape) for output in node._input_metadata]
-
-
-def _is_small(shape: tuple[int, ...]) -> bool:
-    return not shape or 0 in shape

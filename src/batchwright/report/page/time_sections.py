@@ -175,12 +175,9 @@ def _time_chart(
     if chosen is not None and chosen > 0:
         x = across(chosen)
         chart.line([(x, top - 6), (x, bottom)], "chosen")
-        chart.text((x, top - 12), f"{figures.count(chosen)} recommended", "note strong", _side(x, width))
+        side = "start" if x < 150 else "end" if x > width - 80 else "middle"
+        chart.text((x, top - 12), f"{figures.count(chosen)} recommended", "note strong", side)
     return chart
-
-
-def _side(x: float, width: float) -> str:
-    return "start" if x < 150 else "end" if x > width - 80 else "middle"
 
 
 def _draw_branches(run: Data) -> Html:
