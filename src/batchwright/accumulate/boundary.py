@@ -232,7 +232,10 @@ class Boundary:
         """Correct and clip the gradients, step, and return why not if the optimizers did not."""
         self._scale(factor, norm)
         if self._scaler is not None and norm is not None and not math.isfinite(float(norm)):
-            self._refuse_all()
+            # Have it skip every optimizer: there is an infinity in another's gradients, or in another rank's.
+            for optimizer in self.optimizers:
+                for flag in self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                    flag.fill_(1.0)
         if not self._takes_wide:
             round_once(self._narrow)
         before = self._stepped[0]
@@ -262,12 +265,6 @@ class Boundary:
             parameter.grad = None
         if not self._takes_wide:
             widen(self._narrow)
-
-    def _refuse_all(self) -> None:
-        """Have the scaler skip every optimizer: there is an infinity in another's gradients, or in another rank's."""
-        for optimizer in self.optimizers:
-            for flag in self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-                flag.fill_(1.0)
 
     def _may_clip(self) -> bool:
         listener = CLIP_LISTENER.get()

@@ -288,7 +288,10 @@ def _by_trace(evidence: Evidence, near: _Near) -> Cause | None:
     if near.are_equal(last, evidence.reference, tightly=True):
         factor = last.dot(step) / last.dot(last) if last.norm else 0.0
         is_whole = near.are_equal(last.times(factor), step)
-        how = f"all of it times {factor:.4g}" if is_whole else _named(_unlike(step, last, near))
+        unlike = [
+            name for name in step.by_name if not near.are_equal(step.only([name]), last.only([name]), tightly=True)
+        ]
+        how = f"all of it times {factor:.4g}" if is_whole else _named(unlike)
         return _explained(CHANGED_AFTER, f": {how}")
     factor = last.dot(step) / last.dot(last) if last.norm else 0.0
     if not near.are_equal(last.times(factor), step):
@@ -520,10 +523,6 @@ def carried_over(first: RecordedWindow, second: RecordedWindow, stepped: set[str
 
 def _explained(cause: Cause, more: str) -> Cause:
     return replace(cause, explanation=cause.explanation + more)
-
-
-def _unlike(one: Gradient, other: Gradient, near: _Near) -> list[str]:
-    return [name for name in one.by_name if not near.are_equal(one.only([name]), other.only([name]), tightly=True)]
 
 
 def _named(names: Iterable[str]) -> str:

@@ -37,6 +37,7 @@ from batchwright.fitting.probers import (
     PlainStep,
     Prober,
     Ranks,
+    Step,
     add_margin,
     budget_on,
     open_budget,
@@ -56,7 +57,6 @@ from batchwright.workload import Program, Workload
 if TYPE_CHECKING:
     from batchwright.catalogue.cards import Card
     from batchwright.fitting.fit_result import Fit
-    from batchwright.fitting.probers import Step
 
 
 @on_all_ranks("fit")

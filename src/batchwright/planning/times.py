@@ -12,7 +12,7 @@ Promises:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,6 @@ from batchwright.errors import InvalidInputError
 from batchwright.units import parse_whole_number, positive_seconds, shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from batchwright.planning.split import Split
 
 

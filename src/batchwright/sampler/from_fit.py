@@ -19,13 +19,11 @@ from batchwright.fitting.fit import fit as run_fit
 from batchwright.fitting.fit_result import Fit, limited_peak
 from batchwright.planning.times import solve_not_negative
 from batchwright.sampler.cost import BatchCost, gather_lengths
-from batchwright.sampler.token_batch_sampler import read_rank
+from batchwright.sampler.token_batch_sampler import TokenBatchSampler, read_rank
 from batchwright.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from batchwright.sampler.token_batch_sampler import TokenBatchSampler
 
 
 _LEAST_SHAPES = 3

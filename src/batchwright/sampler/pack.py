@@ -19,15 +19,13 @@ import numpy as np
 
 from batchwright.errors import InvalidInputError
 from batchwright.printed_result import PrintedLine
-from batchwright.sampler.cost import read_lengths
+from batchwright.sampler.cost import Numbers, read_lengths
 from batchwright.units import counted, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy.typing as npt
-
-    from batchwright.sampler.cost import Numbers
 
 
 @dataclass(frozen=True, eq=False)

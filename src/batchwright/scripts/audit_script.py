@@ -27,7 +27,7 @@ from batchwright.auditing.overrides import frozen_statistics, without_autocast, 
 from batchwright.catalogue.cards import names_a_card
 from batchwright.device.device import default_device
 from batchwright.errors import BatchwrightError, InvalidInputError
-from batchwright.scripts.command import ACCUMULATION, MICRO_BATCH
+from batchwright.scripts.command import ACCUMULATION, MICRO_BATCH, UserCommand
 from batchwright.scripts.probe import Probes
 from batchwright.scripts.recognise import with_recognised_options
 from batchwright.units import counted, whole_number
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from batchwright.scripts.command import UserCommand
     from batchwright.scripts.script import Script
     from batchwright.scripts.script_run import ScriptRun
 

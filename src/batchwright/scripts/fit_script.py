@@ -22,14 +22,13 @@ from batchwright.memory.on_card import card_named
 from batchwright.scripts.command import MICRO_BATCH
 from batchwright.scripts.probe import Probes
 from batchwright.scripts.recognise import check_that_it_follows, with_recognised_options
-from batchwright.scripts.script_run import FAILED, OUT_OF_MEMORY, TOO_SMALL
+from batchwright.scripts.script_run import FAILED, OUT_OF_MEMORY, TOO_SMALL, ScriptRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from batchwright.fitting.request import FitRequest
     from batchwright.scripts.script import Script
-    from batchwright.scripts.script_run import ScriptRun
 
 # Settings of `fit` that say something about a workload alone, with what they are by default.
 _OF_WORKLOADS = {"evaluate": False, "clip_norm": None, "allocator": None, "isolate": None}

@@ -14,7 +14,7 @@ import random
 import sys
 import time
 import weakref
-from collections.abc import Sized
+from collections.abc import Iterator, MutableMapping, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,6 @@ from batchwright.fitting.fit import measure_length
 from batchwright.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableMapping
     from pathlib import Path
 
 # So long are samples read.

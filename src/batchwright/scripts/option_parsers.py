@@ -11,14 +11,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from batchwright.scripts.script_run import is_about_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     Note = Callable[[str, int], None]
 
 _DEEPEST = 6

@@ -11,20 +11,17 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
-from batchwright.scripts.command import ACCUMULATION, LOADER, MICRO_BATCH
-from batchwright.scripts.script_run import ACCUMULATES, is_about_batches
+from batchwright.scripts.command import ACCUMULATION, LOADER, MICRO_BATCH, UserCommand
+from batchwright.scripts.script_run import ACCUMULATES, ScriptRun, is_about_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from typing import Any
 
-    from batchwright.scripts.command import UserCommand
     from batchwright.scripts.probe import Probes
     from batchwright.scripts.script import Script
-    from batchwright.scripts.script_run import ScriptRun
 
 _NOT_OF_TRAINING = ("eval", "test", "valid", "val", "infer", "predict")
 

@@ -14,11 +14,11 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
@@ -31,9 +31,6 @@ from batchwright.scripts.longest_batches import LongestBatches
 from batchwright.scripts.option_parsers import seeing_options
 from batchwright.scripts.script_run import ScriptRun
 from batchwright.units import counted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 # A program that updates its weights by hand zeroes gradients once before its first window.
 _WINDOWS_BEFORE_ZEROED = 1

@@ -121,7 +121,7 @@ class KeptState:
         changed = (
             f"{name or 'a value'}: what changed inside of a {type(thing).__name__} of {type(thing).__module__}"
             for name, thing, before in self._watched
-            if not _are_same(vars(thing), before)
+            if (now := vars(thing)).keys() != before.keys() or any(now[key] is not before[key] for key in before)
         )
         return tuple(dict.fromkeys((*self._not_kept, *logs, *changed)))
 
@@ -412,7 +412,3 @@ def _is_same_entry(now: Any, before: Any) -> bool:
     if type(now) is tuple and type(before) is tuple and len(now) == len(before) == 2:  # of a dict, made anew
         return now is before or (now[0] is before[0] and now[1] is before[1])
     return now is before
-
-
-def _are_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    return now.keys() == before.keys() and all(now[name] is before[name] for name in before)

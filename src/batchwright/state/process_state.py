@@ -29,22 +29,19 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    PutBack = Callable[[], object]
-    Setting = tuple[Callable[[], Any], Callable[[Any], object]]
-    from types import FrameType
-
+PutBack = Callable[[], object]
+Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _HERE = os.path.dirname(__file__) + os.sep

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from batchwright.device.device import Moment, around
+from batchwright.device.device import Arguments, Moment, around
 from batchwright.trace.cpu_workspaces import (
     allocations_of,
     can_be_asked,
@@ -23,10 +23,6 @@ from batchwright.trace.cpu_workspaces import (
     never_freed,
     workspace_for,
 )
-
-if TYPE_CHECKING:
-    from batchwright.device.device import Arguments
-
 
 # What oneDNN's LSTM layer returns, where torch's rules for fake tensors say something else. The workspace that it keeps
 # for its backward is the largest thing it keeps, and the fake rule gives it no bytes: its size is asked of the kernel
@@ -245,11 +241,6 @@ def _reduced(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
     return around([_num_bytes(args[0])], outputs) if result.numel() < args[0].numel() else outputs
 
 
-def _kth_value(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
-    """A copy to be put in order, and where each was (Sorting.cpp)."""
-    return around([_num_bytes(args[0]), _num_bytes(args[0], torch.int64)], outputs)
-
-
 def _loss_of_logits(args: Sequence[Any], outputs: list[Moment]) -> list[Moment]:
     """log_sigmoid and its buffer, the weight of positives, and the losses before they are summed up (Loss.cpp)."""
     num_bytes = args[0].numel() * args[0].element_size()
@@ -342,7 +333,8 @@ _RULES: dict[Any, _Rule] = {
     _aten.im2col.default: _contiguous,
     _aten._embedding_bag.default: _bags,
     _aten._embedding_bag_backward.default: _bags_backward,
-    _aten.kthvalue.default: _kth_value,
+    # A copy to be put in order, and where each was (Sorting.cpp).
+    _aten.kthvalue.default: lambda args, out: around([_num_bytes(args[0]), _num_bytes(args[0], torch.int64)], out),
     _aten.median.default: _likes_of(copies=1),
     _aten.mse_loss.default: _reduced,
     _aten.smooth_l1_loss.default: _reduced,

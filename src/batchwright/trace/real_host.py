@@ -21,7 +21,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +66,6 @@ from batchwright.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
     from types import FrameType
 
     from batchwright.simulated.card import SimulatedCard

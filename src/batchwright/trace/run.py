@@ -71,8 +71,9 @@ def build_skeleton(workload: Workload, *, is_card: bool = False) -> tuple[nn.Mod
             with torch.device("meta"):
                 module = hand_out_model(workload)
         except (NotImplementedError, RuntimeError) as error:
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:120]
             # A constructor that reads values (`torch.linspace(...).item()`) needs real ones; so build it for real.
-            notes.append(f"the model was built with real memory: on the meta device it fails with {_first_line(error)}")
+            notes.append(f"the model was built with real memory: on the meta device it fails with {first}")
             module = hand_out_model(workload)
     compiled = getattr(module, "_orig_mod", None)
     if isinstance(compiled, nn.Module):
@@ -208,10 +209,6 @@ def _tensors_of(module: nn.Module, *, without: Container[int]) -> list[torch.Ten
         # Also in lists and dicts: caches, tables, precomputed masks.
         tensors += [tensor for tensor in tree_iter(held) if isinstance(tensor, torch.Tensor)]
     return tensors
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchwright.report.display import draw_table
+from batchwright.report.display import Columns, draw_table
 from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from batchwright.report.display import Columns
     from batchwright.scripts.estimate_script import ScriptEstimate
 
 _KINDS = (("allocated", "tensors"), ("reserved", "what PyTorch holds"), ("device", "what the device must have"))

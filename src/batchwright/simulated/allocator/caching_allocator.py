@@ -28,6 +28,7 @@ from batchwright.simulated.allocator.segments import (
     BlockPool,
     CardMemory,
     CardSegments,
+    Listener,
     rounded_size,
 )
 from batchwright.simulated.allocator.settings import AllocatorSettings
@@ -36,14 +37,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchwright.device.device import Owner
-    from batchwright.simulated.allocator.segments import Listener
 
 
 _DEFAULTS = AllocatorSettings()
-
-
-def _unheard(*_: object) -> None:
-    pass
 
 
 class SimulatedOutOfMemory(Exception):  # noqa: N818 - what the card ran into, not a mistake of the caller
@@ -85,7 +81,7 @@ class CachingAllocator:
     ) -> None:
         self.settings = settings
         self.stats = AllocatorCounters()
-        self._listener = listener or _unheard
+        self._listener = listener or (lambda *_: None)
         self._card = CardMemory(UNLIMITED if capacity is None else capacity)
         self._segments = CardSegments(
             self._card, settings, self.stats, allowed=memory_fraction, listener=self._listener

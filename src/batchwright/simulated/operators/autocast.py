@@ -55,7 +55,7 @@ def register_autocast() -> tuple[torch.library.Library, ...]:
     others.fallback(torch.library.fallthrough_kernel)
     aten = torch.library.Library("aten", "IMPL", _KEY)
     for names, rule in (
-        (_LOWER, _lower),
+        (_LOWER, lambda *call: _run_in(torch.get_autocast_dtype(NAME), *call)),
         (_FLOAT32, partial(_run_in, torch.float32)),
         (_FLOAT32_RESULT, _float32_result),
         (_WIDEST, _widest),
@@ -87,10 +87,6 @@ def _refuse_to_overflow(*_: Any, **__: Any) -> Any:
         "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast, as on CUDA; "
         "binary_cross_entropy_with_logits is safe."
     )
-
-
-def _lower(operator: Any, args: Any, kwargs: Any) -> Any:
-    return _run_in(torch.get_autocast_dtype(NAME), operator, args, kwargs)
 
 
 def _float32_result(operator: Any, args: Any, kwargs: Any) -> Any:

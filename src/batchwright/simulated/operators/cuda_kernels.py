@@ -19,14 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import pad
 
 from batchwright.catalogue.cards import Card, cublas_workspace_bytes
-from batchwright.device.device import Moment, around
+from batchwright.device.device import Arguments, Moment, around
 from batchwright.simulated.torch_patches.backend import card_device, simulated_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from batchwright.device.device import Arguments
     from batchwright.simulated.allocator.caching_allocator import CachingAllocator
 
 

@@ -155,12 +155,8 @@ def register_recurrent() -> tuple[torch.library.Library, ...]:
     library.impl("_pad_packed_sequence", _pad)
     for kind in _KEPT_PER_UNIT:
         library.impl(f"{kind}.input", partial(_run, kind))
-        library.impl(f"{kind}.data", partial(_run_packed, kind))
+        library.impl(f"{kind}.data", lambda data, batch_sizes, *rest, kind=kind: _run(kind, data, *rest))
     return shapes, library
-
-
-def _run_packed(kind: str, data: torch.Tensor, batch_sizes: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-    return _run(kind, data, *rest)
 
 
 def _run(
