@@ -204,7 +204,13 @@ def estimate(
         peak_bytes=run.peaks or PeakBytes(peak.peak_bytes),
         upper_bytes=_upper(run, peak),
         parts=_all_parts(run, peak),
-        grows_with_batch=_growth(peak.parts, other, other_size - size if other_size else 0),
+        # None where there is no other size to compare with.
+        grows_with_batch={
+            part: round((other.get(part, 0) - peak.parts.get(part, 0)) / (other_size - size))
+            if other_size and other_size != size and part not in _NOT_ON_A_HOST
+            else None
+            for part in PARTS
+        },
         peak_at=peak.moment,
         largest=peak.largest,
         phases=peak.phases,
@@ -301,14 +307,6 @@ def _upper(run: Traced, peak: Breakdown) -> PeakBytes:
     if run.peaks is None or run.context is None:
         return PeakBytes(round(peak.peak_bytes * UPPER_MARGIN))
     return upper_on_card(run.peaks, run.context, run.unsure_bytes)
-
-
-def _growth(parts: Mapping[str, int], other: Mapping[str, int], more: int) -> dict[str, int | None]:
-    """Bytes that one more sample adds; None where place is no other size to compare with."""
-    return {
-        part: None if part in _NOT_ON_A_HOST or not more else round((other.get(part, 0) - parts.get(part, 0)) / more)
-        for part in PARTS
-    }
 
 
 def check_ranks(workload: Workload, devices: int, *, is_card: bool) -> None:
