@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -32,16 +34,12 @@ from batchwright.errors import InvalidInputError
 from batchwright.units import PeakBytes, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    Operator = Callable[..., Any]
-    Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
-    Owner = tuple[str, str, str]
-    """Who takes memory: operator, module, phase."""
-
+Operator = Callable[..., Any]
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+Owner = tuple[str, str, str]
+"""Who takes memory: operator, module, phase."""
 
 ACCELERATORS = ("cuda", "mps", "xpu")
 

@@ -27,6 +27,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -69,15 +70,12 @@ from batchwright.trace.run import trace_workload
 from batchwright.units import PeakBytes, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from batchwright.fitting.request import FitRequest
     from batchwright.ranks.session import Session
     from batchwright.simulated.allocator.settings import AllocatorSettings
     from batchwright.workload import Workload
 
-    Step = Callable[[int], Any]
-
+Step = Callable[[int], Any]
 
 _DEFAULT_STACK_BYTES = 8 * 2**20
 

@@ -21,15 +21,15 @@ Promises:
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from batchwright.simulated.allocator.settings import AllocatorSettings
 
-    Listener = Callable[[str, int, int], None]
+
+Listener = Callable[[str, int, int], None]
 
 
 @dataclass(slots=True, eq=False)
