@@ -18,7 +18,7 @@ sizes = st.floats(0.1, 1e6)
 
 def measured(low: float, high: float, value: float | None = None, steps_needed: int | None = None) -> CriticalBatch:
     point = math.sqrt(low * high) if value is None else value
-    return CriticalBatch(point, low, high, "samples", 50, steps_needed)
+    return CriticalBatch(point, low, high, "samples", 50, steps_needed, evidence="given")
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,16 @@ def test_an_interval_from_nothing_to_infinity_resolves_nothing() -> None:
     verdict = judge(CriticalBatch(math.inf, 0.0, math.inf, "samples", 2), 32)
     assert verdict.position == "unresolved"
     assert json.dumps(verdict.to_dict(), allow_nan=False)
+
+
+def test_a_noise_scale_is_judged_with_what_such_estimates_are_off_by() -> None:
+    noise = CriticalBatch(300.0, 290.0, 310.0, "samples", 500)
+    verdict, exact = judge(noise, 64), judge(measured(290, 310), 64)
+    assert verdict.critical is noise
+    assert verdict.doubling_saves.low < exact.doubling_saves.low < exact.doubling_saves.high
+    assert verdict.doubling_saves.high > exact.doubling_saves.high
+    assert "far below" in verdict.positions
+    assert "beyond" not in verdict.positions
 
 
 def test_twice_the_devices_pay_between_once_and_twice() -> None:

@@ -11,9 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from batchwright.errors import InvalidInputError
-from batchwright.planning.best_batch import StepSeconds, TimeToLoss, best_batch, soonest_on_line, time_to_loss
+from batchwright.planning.best_batch import best_batch
 from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.planning.split import Split
+from batchwright.planning.time_to_loss import StepSeconds, TimeToLoss, soonest_on_line, time_to_loss
 from batchwright.planning.times import TimedPoint, TimeModel, fit_times
 from batchwright.report.display import render_plain
 from batchwright.report.text.training_text import summarize_best_batch
@@ -78,6 +79,7 @@ def test_the_batches_within_a_time_are_those_that_a_search_finds(
 def test_the_answer_is_the_geometric_mean_of_overhead_and_noise() -> None:
     best = best_batch(400, TIMES)
     assert best.value == round(math.sqrt(0.08 / 0.0025 * 400))
+    assert best.range_within_5_percent is not None
     first, last = best.range_within_5_percent
     assert best.time_ratio(first) <= 1.05 < best.time_ratio(first - 1)
     assert best.time_ratio(last) <= 1.05 < best.time_ratio(last + 1)
@@ -93,19 +95,42 @@ def test_a_factor_of_two_costs_at_most_an_eighth(fixed: float, per_sample: float
 
 
 def test_the_interval_of_the_critical_batch_is_halved_in_factors() -> None:
-    best = best_batch(measured(100, 200, 400), TIMES)
-    assert (best.low, best.value, best.high) == (57, 80, 113)
+    best = best_batch(measured(100, 200, 400, evidence="given"), TIMES)
+    assert (best.low, best.high) == (57, 113)
+    assert best.value == pytest.approx(80, abs=2)
+
+
+def test_a_noise_scale_is_widened_by_what_such_estimates_are_off_by() -> None:
+    given, best = (
+        best_batch(measured(190, 200, 210, evidence="given"), TIMES),
+        best_batch(measured(190, 200, 210), TIMES),
+    )
+    assert best.high is not None
+    assert given.high is not None
+    assert best.low < given.low < given.high < best.high
+    assert best.chance < given.chance
+    assert mentions(best, "with what such estimates were off by elsewhere")
+
+
+def test_without_a_range_it_says_how_likely_the_answer_is_as_good() -> None:
+    best = best_batch(measured(2, 200, 20_000, evidence="given"), TIMES)
+    assert best.range_within_5_percent is None
+    assert best.chance < 0.8
+    assert mentions(best, "no batch is within 5 % of the best with a chance of 80%")
+    assert "with a chance of" in summarize_best_batch(best)
+    assert json.loads(json.dumps(best.to_dict()))["range_within_5_percent"] is None
 
 
 def test_without_an_upper_end_there_is_none_for_the_answer() -> None:
-    best = best_batch(measured(100, 400, math.inf), TIMES)
-    assert (best.low, best.value, best.high) == (57, 113, None)
+    best = best_batch(measured(100, 400, math.inf, evidence="given"), TIMES)
+    assert (best.low, best.high) == (57, None)
+    assert best.value == pytest.approx(113, rel=0.1)
     assert mentions(best, "no evidence that a larger batch is too large; the answer rests on the estimate")
     assert "[57 or more]" in summarize_best_batch(best)
 
 
 def test_an_infinite_estimate_leaves_the_lower_end_as_a_least_value() -> None:
-    best = best_batch(measured(100, math.inf, math.inf), TIMES)
+    best = best_batch(measured(100, math.inf, math.inf, evidence="given"), TIMES)
     assert (best.value, best.noise_scale, best.high) == (57, 100, None)
     assert mentions(best, "take it as a least value")
 
@@ -117,7 +142,7 @@ def test_without_any_end_there_is_no_answer() -> None:
 
 def test_a_critical_batch_in_tokens_is_converted_or_refused() -> None:
     tokens = measured(6400, 12800, 25600, unit="tokens", samples_per_unit=1 / 64)
-    assert best_batch(tokens, TIMES).value == best_batch(200, TIMES).value
+    assert best_batch(tokens, TIMES).value == best_batch(measured(100, 200, 400), TIMES).value
     with pytest.raises(InvalidInputError, match="in tokens, and its samples were not counted"):
         best_batch(measured(100, 200, 400, unit="tokens"), TIMES)
 
@@ -131,6 +156,7 @@ def test_without_a_fixed_cost_the_smallest_batch_is_best() -> None:
 
 def test_where_time_does_not_grow_the_largest_that_was_timed_is_best() -> None:
     best = best_batch(400, {16: 0.2, 64: 0.2, 256: 0.2})
+    assert best.range_within_5_percent is not None
     assert (best.value, best.range_within_5_percent[1]) == (256, 256)
     assert mentions(best, "do not grow with the batch")
     assert best_batch(400, {16: 0.2, 64: 0.2}, largest=1000).value == 1000
@@ -146,6 +172,7 @@ def test_a_batch_that_was_not_timed_is_called_extrapolated() -> None:
 
 def test_the_answer_stays_within_the_largest() -> None:
     best = best_batch(400, TIMES, largest=50)
+    assert best.range_within_5_percent is not None
     assert best.value == best.range_within_5_percent[1] == 50
     assert mentions(best, "50 is the largest that is allowed")
     assert not mentions(best_batch(400, TIMES, largest=113), "largest that is allowed")
@@ -249,9 +276,9 @@ def test_the_answer_is_plain_data_and_shows_itself() -> None:
     assert data["high"] is None
     assert data["critical"]["high"] is None
     assert data["source"] == "measured"
-    assert "113" in best._repr_html_()
+    assert f"{best.value}" in best._repr_html_()
     drawn = render_plain(best)
-    assert drawn.startswith("effective batch 113 [57 or more] reaches the loss soonest")
+    assert drawn.startswith(f"effective batch {best.value} [{best.low} or more] reaches the loss soonest")
     assert all(f"{line}." in drawn.replace("\n", " ") for line in best.words)
 
 

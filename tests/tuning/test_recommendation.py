@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from batchwright.errors import InvalidInputError
 from batchwright.planning.best_batch import best_batch
+from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.planning.dialects import FRAMEWORKS
 from batchwright.tuning.recommendation import advise_run
 from batchwright.tuning.run_file import Measured
@@ -25,10 +27,11 @@ def test_the_batch_is_the_one_that_reaches_the_loss_soonest_in_whole_micro_batch
     advice = advised()
     times = Measured.read(by_hand()).times
     assert times is not None
-    best = best_batch(400.0, times, micro_batch=16)
+    best = best_batch(CriticalBatch.from_dict(CRITICAL), times, micro_batch=16)
     assert advice["best_effective_batch"] == best.value
     assert advice["effective_batch"] == advice["micro_batch"] * advice["accumulation"]
-    assert advice["range_within_5_percent"][0] <= advice["effective_batch"] <= advice["range_within_5_percent"][1]
+    assert advice["range_within_5_percent"] == (best.range_within_5_percent and list(best.range_within_5_percent))
+    assert advice["chance_within_5_percent"] == pytest.approx(best.chance, abs=0.2)
     assert advice["micro_batch"] <= 16
     assert (advice["source"], advice["critical_batch_from"]) == ("measured", "noise scale")
 
@@ -39,12 +42,14 @@ def test_a_batch_that_was_asked_for_is_kept_and_the_better_one_named() -> None:
     assert any("would reach the loss soonest" in reason for reason in advice["reasons"])
 
 
-def test_measure_critical_batch_go_before_the_noise_scale() -> None:
-    twice = {**CRITICAL, "value": 800.0, "low": 700.0, "high": 900.0}
+def test_branches_and_the_noise_scale_are_taken_together_by_their_precision() -> None:
+    twice = {**CRITICAL, "value": 800.0, "low": 700.0, "high": 900.0, "evidence": "branches"}
     advice = advised(by_hand(branches={"critical_batch": twice, "ratio": 2.0}))
-    assert advice["critical_batch_from"] == "branches"
-    assert advice["critical_batch"]["value"] == 800.0
+    assert advice["critical_batch_from"] == "noise scale and branches"
+    assert advised()["critical_batch"]["value"] < advice["critical_batch"]["value"] < 1.5 * 800.0
     assert advice["best_effective_batch"] > advised()["best_effective_batch"]
+    both, alone = (CriticalBatch.from_dict(one["critical_batch"]).likely() for one in (advice, advised()))
+    assert both.spread < alone.spread
 
 
 @pytest.mark.parametrize("noise_low", [300.0, 0.0])
@@ -57,6 +62,50 @@ def test_measure_critical_batch_without_an_upper_end_do_not_replace_a_noise_scal
     for key in ("effective_batch", "critical_batch", "source", "range_within_5_percent", "assumes"):
         assert advice[key] == plain[key]
     assert "branches found no upper end" in advice["notes"][0]
+
+
+def course(*, loss: float | None = 1.0) -> list[dict[str, Any]]:
+    """A run of 400 steps at 64 whose noise scale doubles from each quarter of it to its double."""
+    each = {"observations": 20, "units": 1280.0, "samples": 1280.0, "trace": 20.0, "loss": loss}
+    return [{**each, "step": step, "signal": 20.0 / (20 * step**0.5)} for step in range(20, 420, 20)]
+
+
+def test_the_critical_batch_is_carried_on_to_the_horizon_and_the_answer_says_until_where() -> None:
+    noise = {"critical_batch": CRITICAL, "effective_batch": 64, "course": course()}
+    near, far = (advised(by_hand(noise=noise), samples=samples) for samples in (25_600, 25_600_000))
+    assert near["horizon"]["times_trained"] == 1
+    assert far["horizon"]["words"] == "until 25,600,000 samples"
+    assert far["critical_batch"]["value"] > 10 * near["critical_batch"]["value"]
+    assert far["effective_batch"] > near["effective_batch"]
+    assert any("until 25,600,000 samples" in reason for reason in far["reasons"])
+    once = advised(by_hand(noise=noise))["horizon"]
+    assert "10 times what was trained, as no horizon was given" in once["words"]  # the data holds less
+
+
+def test_what_branches_found_grows_with_the_noise_scale_to_the_horizon() -> None:
+    noise = {"critical_batch": CRITICAL, "effective_batch": 64, "course": course()}
+    found = {**CRITICAL, "value": 300.0, "low": 250.0, "high": 360.0, "evidence": "branches"}
+    rows = [{"batch": 16, "learning_rate_factor": 1.0, "mean_steps": 400.0}]
+    run = by_hand(noise=noise, branches={"critical_batch": found, "ratio": None, "branches": rows})
+    near, far = (advised(run, samples=samples)["critical_batch"]["value"] for samples in (6_400, 640_000))
+    assert far > 3 * near
+
+
+@pytest.mark.parametrize("loss", [None, 1.0])
+def test_a_horizon_that_cannot_be_used_is_left_out_with_the_reason(loss: float | None) -> None:
+    noise = {"critical_batch": CRITICAL, "effective_batch": 64, "course": course(loss=loss)}
+    advice = advised(by_hand(noise=noise), until_loss=0.5)
+    reason = "the run showed none" if loss is None else "the loss does not fall towards 0.5: it was 1 at first and 1"
+    assert any(
+        f"the horizon that was asked for is left out: {'a loss' if loss is None else 'the'}" in n and reason in n
+        for n in advice["notes"]
+    )
+    assert advice["range_within_5_percent"] is not None or advice["chance_within_5_percent"] is not None
+
+
+def test_a_run_has_one_horizon() -> None:
+    with pytest.raises(InvalidInputError, match="a run has one horizon; received samples and hours"):
+        TuneRequest(samples=1000, hours=2.0)
 
 
 def test_a_lower_bound_of_branches_rules_out_a_smaller_noise_scale() -> None:

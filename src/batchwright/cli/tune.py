@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _FOR_SCRIPTS = (
     *("--on", "--memory", "--effective-batch", "--limit", "--steps", "--shape", "--noise-batch", "--skip"),
-    *("--run-file", "--resume", "--for"),
+    *("--samples", "--hours", "--run-file", "--resume", "--for"),
 )
 
 
@@ -51,6 +51,10 @@ _FOR_SCRIPTS = (
     metavar="LIST",
     help="Also train short branches at these batches, such as 16,32,64,128.",
 )
+@click.option("--race", is_flag=True, help="Train the recommended batch against half and double.")
+@click.option("--until-loss", type=float, metavar="LOSS", help="Until where the run is meant to go: a loss,")
+@click.option("--samples", type=Count(), help="so many samples,")
+@click.option("--hours", type=float, help="or so long.  [default: the data once, or 10 times what was trained]")
 @click.option("--skip", metavar="STAGES", help="Leave out fit, estimate, throughput, audit, noise or branches.")
 @click.option(
     "--run-file", "file", metavar="FILE", default="run.json", show_default=True, help="Where the run is written."

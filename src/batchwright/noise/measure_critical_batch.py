@@ -7,8 +7,8 @@ fitted by S = Smin (1 + Bc/B).
 Promises:
 - every branch of a seed begins at the same weights, optimizer state and learning rate, and is judged on the same
   samples; a seed, a batch and a rate make one curve, which is trained once;
-- the learning rate is tuned for each batch, by factors of 2 on the first seed: at a rate that merely follows a rule the
-  answer would be the rule's own;
+- the learning rate is tuned for each batch, by factors of 2 and then of the root of 2, on the first two seeds: at a
+  rate that merely follows a rule the answer would be the rule's own;
 - steps to a loss are read off the best loss so far, between two looks;
 - the fit is linear in 1/B and weighs by relative error, seed by seed; from five seeds on there is an interval;
 - a branch that does not get there, or whose loss is no longer a number, is left out and named.
@@ -104,7 +104,8 @@ class MeasuredCriticalBatch(PrintedResult):
                 remedy="more steps or more seeds",
             )
         low, high = self.critical_batch.low / measured.value, self.critical_batch.high / measured.value
-        return replace(other, value=other.value * ratio, low=other.low * low, high=other.high * high, trace=math.nan)
+        wide = replace(other, value=other.value * ratio, low=other.low * low, high=other.high * high, trace=math.nan)
+        return replace(wide, evidence="branches")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the measurement as plain data."""
@@ -185,6 +186,7 @@ def fit_branches(
             high=interval.high if interval else math.inf,
             unit="samples",
             observations=table.shape[1],
+            evidence="branches",
         ),
         min_steps=max(steps, 0.0),
         min_examples=max(samples, 0.0),
@@ -199,6 +201,7 @@ def fit_branches(
 _LEAST_LOOKS, _MOST_LOOKS = 20, 40
 # Forward and backward of a sample, in forwards.
 _COST_OF_TRAINING = 3
+_HELD_OUT_SEED = 20_011
 
 
 @dataclass(frozen=True)
@@ -317,7 +320,10 @@ class SeedBranches:
         piece = min(self._largest or number, number)
         sizes = [min(piece, number - start) for start in range(0, number, piece)]
         if self._held_out is None:
-            return [(make_batch(self._workload, size, self._shape, self._device), size) for size in sizes]
+            # The same for every seed: the loss that one set is brought to, another may never be.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_HELD_OUT_SEED)
+                return [(make_batch(self._workload, size, self._shape, self._device), size) for size in sizes]
         samples, collate = iter(self._held_out), self._workload.collate or default_collate
         return [(move_batch(collate(list(itertools.islice(samples, size))), self._device), size) for size in sizes]
 
@@ -337,6 +343,8 @@ class SeedBranches:
 _PATIENCE = 2
 # A rate must be better by this to be worth another try beyond it.
 _BETTER = 0.98
+# One seed alone may like a rate by chance.
+_TUNED_ON = 2
 _MOST_DOUBLINGS = 10
 
 
@@ -402,10 +410,14 @@ def measure_critical_batch(
             return run.train(request, first_batch=first)
 
         factor = 1.0
+        tuned_on = runs[:_TUNED_ON]
         if first not in rates:
-            factor = tune_factor(1.0, lambda factor, least: _no_progress(train(runs[0], first, factor)))
+            factor = tune_factor(
+                1.0, lambda factor, least: sum(_no_progress(train(run, first, factor)) for run in tuned_on)
+            )
         base = [train(run, first, factor) for run in runs]
-        target = sum(min(loss for _, loss in curve) for curve in base) / len(base)
+        # What every seed of the smallest batch comes down to.
+        target = max(min(loss for _, loss in curve) for curve in base)
         if not math.isfinite(target):
             raise BatchwrightError(
                 f"the held-out loss of batch {first} is no number: there is no loss that branches could reach.",
@@ -418,7 +430,12 @@ def measure_critical_batch(
                 guess = factor * _guess_factor(runs[0].optimizer, first, size, scale)
 
                 def steps_at(factor: float, least: float, size: int = size) -> float:
-                    return _score(target, train(runs[0], size, factor, target, within=least))
+                    total = 0.0
+                    for run in tuned_on:
+                        total += _score(target, train(run, size, factor, target, within=least - total))
+                        if total >= least:
+                            break
+                    return total
 
                 own = tune_factor(guess, steps_at)
             else:
@@ -436,10 +453,10 @@ def measure_critical_batch(
 
 
 def tune_factor(guess: float, cost_of: Callable[[float, float], float]) -> float:
-    """Return the factor with the least cost among doublings and halvings of a guess, as far as they get better.
+    """Return the factor with the least cost among doublings and halvings of a guess, then half of such a stride.
 
-    >>> tune_factor(1.0, lambda factor, least: abs(factor - 5))
-    4.0
+    >>> round(tune_factor(1.0, lambda factor, least: abs(factor - 5)), 2)
+    5.66
 
     `cost_of` receives the least cost so far: what is beyond it need not be known.
     """
@@ -453,6 +470,10 @@ def tune_factor(guess: float, cost_of: Callable[[float, float], float]) -> float
             best, least, factor = factor, cost, factor * step
         if best != guess:
             break
+    for factor in (best * math.sqrt(2), best / math.sqrt(2)):
+        cost = cost_of(factor, least)
+        if cost < _BETTER * least:
+            return factor
     return best
 
 

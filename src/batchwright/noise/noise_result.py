@@ -38,10 +38,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from batchwright.planning.best_batch import BestBatch
+    from batchwright.planning.horizon import Stretch
 
 
 POSITIONS = ("far below", "near", "beyond")
 _FACTOR = 4.0
+# Of a normal distribution, the ends of 80 % in standard deviations: a position is claimed with that chance.
+_USUAL = 1.28
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def judge(
 ) -> Verdict:
     """Judge an effective batch, given in the unit of the critical batch.
 
-    >>> verdict = judge(CriticalBatch(900.0, 700.0, 1200.0, "samples", 120), 64)
+    >>> verdict = judge(CriticalBatch(900.0, 700.0, 1200.0, "samples", 120, evidence="given"), 64)
     >>> print(verdict)  # doctest: +NORMALIZE_WHITESPACE
     far below: a larger batch pays: a doubling saves 47 % [46, 47] of the steps for 7 % [5, 8] more samples; raise it
     while a doubled step takes less than 1.85 times as long
@@ -120,10 +123,12 @@ def judge(
     """
     batch = checked_batch(effective_batch, "effective batch")
     num_devices = whole_number(devices, "devices")
-    first, last = _position(batch, critical.high), _position(batch, critical.low)
+    likely = critical.widened()
+    usual = critical.widened(_USUAL)
+    first, last = _position(batch, usual.high), _position(batch, usual.low)
     positions = POSITIONS[first : last + 1]
-    saves, costs = _at(batch, critical, doubling_saves), _at(batch, critical, doubling_costs)
-    sooner = _at(batch, critical, doubling_speeds_up)
+    saves, costs = _at(batch, likely, doubling_saves), _at(batch, likely, doubling_costs)
+    sooner = _at(batch, likely, doubling_speeds_up)
     devices_pay = (
         f"{counted(2 * num_devices, 'device')} instead of {num_devices:,}, each with the batch it has now, reach the "
         f"loss {sooner} times sooner, if a step takes no longer"
@@ -141,20 +146,25 @@ def judge(
         effective_batch=batch,
         devices=num_devices,
         positions=positions,
-        waste=_at(batch, critical, wasted),
+        waste=_at(batch, likely, wasted),
         doubling_saves=saves,
         doubling_costs=costs,
         doubling_speeds_up=sooner,
         devices_pay=devices_pay,
-        recommendation=_recommend(critical, batch, positions),
+        recommendation=_recommend(likely, batch, positions),
         words=(
             f"the batch is {figure(batch)}, the critical batch {critical}",
+            *(
+                ()
+                if critical.evidence == "given"
+                else (f"with what such estimates were off by elsewhere the critical batch is {likely}",)
+            ),
             f"a doubling saves {saves.percent} of the steps for {costs.percent} more samples",
             devices_pay,
             *(f"for a {name} batch: {change}" for name, change in (("doubled", doubled), ("halved", halved)) if change),
             "the noise scale stands in for the critical batch: equal for plain SGD if the loss curves alike in all "
             "directions (McCandlish et al. 2018); under momentum and Adam larger batches pay for longer. "
-            "bw.measure_critical_batch tells by how much",
+            "bw.measure_critical_batch measures it",
         ),
         if_doubled=doubled,
         if_halved=halved,
@@ -190,7 +200,7 @@ def _recommend(critical: CriticalBatch, batch: float, positions: tuple[str, ...]
         return f"a larger batch may pay: {doubling}"
     if positions == ("near", "beyond"):
         return f"do not raise the batch: {doubling}"
-    return "keep the batch, and measure longer: the interval allows that it is far too small or far too large"
+    return "keep the batch, and measure longer or by branches: it may be far too small or far too large"
 
 
 @dataclass(frozen=True)
@@ -230,6 +240,8 @@ class NoiseRun(PrintedResult):
     """The median."""
     gamma: float | None
     """What a batch that follows the critical batch could buy; 1 for nothing. None if the trend is not resolved."""
+    course: tuple[Stretch, ...] = ()
+    """The whole run, in pieces that can be carried on to a horizon."""
     best: BestBatch | None = None
     """The batch that reaches the loss soonest, if step times were handed in."""
     skipped: Mapping[str, int] | None = None
@@ -241,10 +253,7 @@ class NoiseRun(PrintedResult):
         """What to do, in one line."""
         if self.best is None:
             return self.verdict.recommendation
-        first, last = self.best.range_within_5_percent
-        return (
-            f"an effective batch of {self.best.value:,} reaches the loss soonest; {first:,} to {last:,} are within 5 %"
-        )
+        return f"an effective batch of {self.best.value:,} reaches the loss soonest; {self.best.how_good}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run as plain data, the same as `batchwright noise --json` prints."""
@@ -263,6 +272,7 @@ class NoiseRun(PrintedResult):
             "observations": self.critical_batch.observations,
             "steps_needed": self.critical_batch.steps_needed,
             "history": [point.to_dict() for point in self.history],
+            "course": [stretch.to_dict() for stretch in self.course],
             "by_group": {name: critical.to_dict() for name, critical in self.by_group.items()},
             "seconds_per_step": self.seconds_per_step,
             "gamma": self.gamma,

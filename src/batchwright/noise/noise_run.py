@@ -13,10 +13,11 @@ Promises:
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
     from batchwright.accumulate.windows import Step
     from batchwright.planning.critical_batch import CriticalBatch
+    from batchwright.planning.horizon import Stretch
     from batchwright.workload import Workload
 
 
@@ -311,6 +313,7 @@ def _judge_run(
         on=on,
         steps=len(done),
         history=_trend(noise, done, effective_batch, critical),
+        course=_with_losses(noise.stretches, done),
         verdict=verdict,
         by_group=noise.by_group,
         seconds_per_step=statistics.median(seconds),
@@ -318,6 +321,16 @@ def _judge_run(
         best=best,
         skipped=noise.skipped,
         notes=tuple(notes),
+    )
+
+
+def _with_losses(stretches: Sequence[Stretch], done: Sequence[Step]) -> tuple[Stretch, ...]:
+    befores = [0, *(stretch.step for stretch in stretches)]
+    return tuple(
+        replace(
+            stretch, loss=statistics.fmean([s.loss for s in done if before < s.number <= stretch.step] or [math.nan])
+        )
+        for before, stretch in zip(befores, stretches, strict=False)
     )
 
 

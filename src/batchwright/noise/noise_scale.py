@@ -36,6 +36,7 @@ from batchwright.units import as_list, counted, shortened, whole_number
 
 if TYPE_CHECKING:
     from batchwright.planning.critical_batch import CriticalBatch
+    from batchwright.planning.horizon import Stretch
 
 
 def estimate(gradients: Any, micro_batch: float | Sequence[float] = 1) -> float | None:
@@ -208,6 +209,11 @@ class NoiseScale:
     def history(self) -> list[HistoryPoint]:
         """The estimate along the run, four points per window."""
         return list(self._track.history)
+
+    @property
+    def stretches(self) -> list[Stretch]:
+        """The whole run in at most 32 pieces, whatever the window."""
+        return list(self._track.stretches)
 
     @property
     def progress(self) -> tuple[float | None, float]:

@@ -24,6 +24,7 @@ import numpy as np
 
 from batchwright.noise.interval import Interval, fieller
 from batchwright.planning.critical_batch import CriticalBatch
+from batchwright.planning.horizon import Stretch
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ def ratio(trace: float, signal: float) -> float:
     return trace / signal if signal > 0 else math.inf
 
 
+# A run is kept in so many stretches at most; when there are more, each takes twice as many steps.
+_MOST_STRETCHES = 32
 # The default window: as many units as this many of the first steps took.
 DEFAULT_STEPS = 200
 POINTS_PER_WINDOW = 4
@@ -144,6 +147,9 @@ class Track:
         self.total_units = 0.0
         self.num_seen = 0
         self.history: list[HistoryPoint] = []
+        self.stretches: list[Stretch] = []
+        """The whole run, from its first observation, whatever the window."""
+        self._per_stretch = 1
         self._kept: deque[Seen] = deque()
         self._units_kept = 0.0
         self._next_point = 0.0
@@ -157,6 +163,7 @@ class Track:
         if self.window is None:
             self.window = DEFAULT_STEPS * units
         self._next_point = self._next_point or self.window / POINTS_PER_WINDOW
+        self._add_to_stretches(Stretch(step, 1, units, samples, sum(seen.traces), sum(seen.signals)))
         self._answers.clear()
         self._kept.append(seen)
         self._units_kept += units
@@ -169,6 +176,16 @@ class Track:
             assert critical is not None
             self.history.append(HistoryPoint(step, self.total_units, critical, self._units_kept / len(self._kept)))
             self._next_point = self.total_units + self.window / POINTS_PER_WINDOW
+
+    def _add_to_stretches(self, one: Stretch) -> None:
+        if self.stretches and self.stretches[-1].observations < self._per_stretch:
+            self.stretches[-1] += one
+            return
+        if len(self.stretches) == _MOST_STRETCHES:
+            halves = zip(self.stretches[::2], self.stretches[1::2], strict=True)
+            self.stretches = [before + after for before, after in halves]
+            self._per_stretch *= 2
+        self.stretches.append(one)
 
     def average_over(self, window: float) -> None:
         """Average over another number of units from now on."""
@@ -232,6 +249,8 @@ class Track:
             "next_point": self._next_point,
             "kept": [vars(seen) for seen in self._kept],
             "history": [{**vars(point), "critical_batch": vars(point.critical_batch)} for point in self.history],
+            "stretches": [vars(stretch) for stretch in self.stretches],
+            "per_stretch": self._per_stretch,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -249,3 +268,5 @@ class Track:
             HistoryPoint(**{**point, "critical_batch": CriticalBatch(**point["critical_batch"])})
             for point in state["history"]
         ]
+        self.stretches = [Stretch(**stretch) for stretch in state.get("stretches", ())]
+        self._per_stretch = state.get("per_stretch", 1)

@@ -190,7 +190,7 @@ def learning_rate_change(
 ) -> LearningRateChange:
     """Say how the settings of an optimizer follow the batch, both batches in the unit of the critical one.
 
-    >>> bc = CriticalBatch(300.0, 200.0, 500.0, "samples", 50)
+    >>> bc = CriticalBatch(300.0, 200.0, 500.0, "samples", 50, evidence="given")
     >>> print(learning_rate_change("sgd", 100, 200, bc, learning_rate=0.1))
     learning rate x 1.6 [1.5, 1.71]: 0.1 -> 0.16 [0.15, 0.171]
     >>> print(learning_rate_change("muon", 100, 200, bc))
@@ -208,7 +208,7 @@ def learning_rate_change(
         return LearningRateChange(str(optimizer), start, end, None, (), reason)
 
     growth = end / start
-    factor = over_interval(critical, lambda bc: gain(start, end, bc) ** exponent)
+    factor = over_interval(critical.widened(), lambda bc: gain(start, end, bc) ** exponent)
     settings = [_multiplied("learning rate", factor, rate, *(_GAIN if exponent == 1 else _ROOT_OF_GAIN))]
     notes = [_SMITH] if exponent == 1 and growth > 1 else []
     if name in _WITH_BETA2:
@@ -290,7 +290,7 @@ def rate_by_rule(
 ) -> RecommendedRate | None:
     """Return the rate for a batch by the optimizer's rule, from a rate that suited the batch before; None without one.
 
-    >>> found = rate_by_rule(0.1, "sgd", 100, 200, CriticalBatch(300.0, 200.0, 500.0, "samples", 50))
+    >>> found = rate_by_rule(0.1, "sgd", 100, 200, CriticalBatch(300.0, 200.0, 500.0, "samples", 50, evidence="given"))
     >>> round(found.low, 3), round(found.recommended, 3), round(found.high, 3)
     (0.15, 0.16, 0.171)
     """

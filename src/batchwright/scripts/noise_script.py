@@ -19,6 +19,7 @@ from batchwright.noise.noise_result import NoiseRun, TrendPoint, judge
 from batchwright.noise.noise_scale import NoiseScale
 from batchwright.noise.ramp import gamma_of
 from batchwright.planning.critical_batch import CriticalBatch
+from batchwright.planning.horizon import Stretch
 from batchwright.scripts.command import ACCUMULATION, MICRO_BATCH
 from batchwright.scripts.probe import Probes
 from batchwright.scripts.recognise import with_recognised_options
@@ -88,6 +89,7 @@ class NoiseMeasure:
         return {
             "critical_batch": None if critical is None else asdict(critical),
             "history": [(point.step, asdict(point.critical_batch)) for point in noise.history],
+            "course": [asdict(stretch) for stretch in noise.stretches],
             "by_group": {name: asdict(value) for name, value in noise.by_group.items()},
             "gamma": gamma_of(noise.history),
             "optimizer": type(optimizer).__name__,
@@ -188,6 +190,7 @@ def _noise_run(name: str, place: str, run: ScriptRun, wanted: int) -> NoiseRun:
         ranks=1,
         on=place,
         steps=run.num_windows,
+        course=tuple(Stretch(**stretch) for stretch in data["course"]),
         history=tuple(
             TrendPoint(step, step * micro_batch * accumulation, float("nan"), point) for step, point in history
         ),

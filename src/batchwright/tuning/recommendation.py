@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from batchwright.errors import BatchwrightError, NotExpressibleError
-from batchwright.planning.best_batch import StepSeconds, TimeToLoss
-from batchwright.planning.critical_batch import CriticalBatch, figure
+from batchwright.errors import BatchwrightError, InvalidInputError, NotExpressibleError
+from batchwright.planning.critical_batch import CriticalBatch, figure, pooled
 from batchwright.planning.dialects import FRAMEWORKS
+from batchwright.planning.horizon import Horizon, find_horizon
 from batchwright.planning.learning_rate import RecommendedRate, rate_by_rule, rate_from_branches
+from batchwright.planning.likely_time import CHANCE, LikelyTime
 from batchwright.planning.plan import Plan, plan
+from batchwright.planning.time_to_loss import StepSeconds, TimeToLoss
 from batchwright.tuning.run_file import Measured, Run
 from batchwright.units import LARGEST_COUNT, counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from batchwright.tuning.tune import TuneRequest
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 _DOUBLINGS = 4
 # A forward again, where forward and backward are three forwards.
 _RECOMPUTING = 4 / 3
+_HARDLY_LONGER = 1.005
 # Beyond it a line is a rough picture of the step times.
 _POOR = 0.15
 _CHECKPOINTING = "activation checkpointing"
@@ -51,7 +54,7 @@ class Choice:
     """The split that was chosen, and why."""
 
     plan: Plan
-    curve: TimeToLoss | None
+    likely: LikelyTime | None
     """None if the critical batch or the time of a step is not known."""
     critical: CriticalBatch | None
     critical_from: str | None
@@ -81,14 +84,21 @@ def advise_run(run: Run, request: TuneRequest) -> None:
         unknown = "neither what fits nor how long a step takes is known"
         run["plan"] = run["recommendation"] = {"skipped": run["fit"]["skipped"] if measured.nothing_fits else unknown}
         return
-    used = pick_critical(measured)
+    horizon, why_not = plan_horizon(measured, request)
+    used = pick_critical(measured, horizon)
     try:
-        choice = choose(measured, used, devices=request.devices, effective_batch=request.effective_batch)
+        choice = choose(
+            measured,
+            used,
+            devices=request.devices,
+            effective_batch=request.effective_batch,
+            until=horizon.words if horizon else "",
+        )
     except BatchwrightError as error:
         run["plan"] = run["recommendation"] = {"skipped": f"failed: {error}"}
         return
-    split, curve, critical = choice.plan, choice.curve, choice.critical
-    rate = recommend_rate(measured, choice)
+    split, likely, critical = choice.plan, choice.likely, choice.critical
+    rate = recommend_rate(measured, choice, choice.plan.effective_batch)
     seconds = None if measured.throughput is None else measured.throughput.step_seconds(split)
     # What other set-ups would give.
     others = (_with_twice_the_memory, _with_twice_the_devices, _with_checkpointing)
@@ -103,12 +113,14 @@ def advise_run(run: Run, request: TuneRequest) -> None:
         "micro_batch": split.micro_batch,
         "accumulation": split.accumulation,
         "effective_batch": split.effective_batch,
-        "range_within_5_percent": None if curve is None else list(curve.as_good),
-        "best_effective_batch": None if curve is None else curve.soonest,
-        "time_over_soonest": None if curve is None else curve.over_soonest(split.effective_batch),
+        "range_within_5_percent": likely and likely.as_good and list(likely.as_good),
+        "chance_within_5_percent": likely and likely.chance(split.effective_batch),
+        "best_effective_batch": likely and likely.soonest,
+        "time_over_soonest": likely and likely.over_soonest(split.effective_batch),
         "learning_rate": None if rate is None else asdict(rate),
         "critical_batch": None if critical is None else critical.to_dict(),
         "critical_batch_from": choice.critical_from,
+        "horizon": horizon and horizon.to_dict(),
         "seconds_per_step": seconds,
         "samples_per_second": None if seconds is None else split.effective_batch / seconds,
         "time_to_target": trace_curve(choice),
@@ -116,41 +128,68 @@ def advise_run(run: Run, request: TuneRequest) -> None:
         "assumes": list(choice.assumes),
         "changes": [asdict(change) for change in changes],
         "configs": dict(_configs(split, None if rate is None else rate.recommended)),
-        "notes": [text for text in (used.note, _no_rate(measured, rate), _poor_line(measured)) if text],
+        "notes": [text for text in (why_not, used.note, _no_rate(measured, rate), _poor_line(measured)) if text],
     }
 
 
-def pick_critical(measured: Measured) -> CriticalUsed:
-    """Pick the critical batch that branches measured, or the noise scale that stands in for it."""
-    branches, scale = measured.branches, None if measured.noise is None else measured.noise.noise_scale
+def plan_horizon(measured: Measured, request: TuneRequest) -> tuple[Horizon | None, str]:
+    """Return until where the run is meant to go, and why not until where it was asked for."""
+    course = None if measured.noise is None else measured.noise.course
+    if course is None:
+        return None, ""
+    times, devices = measured.times, request.devices
+    seconds_to: Callable[[CriticalBatch, float], float] | None = None
+    if times is not None:
+        step = StepSeconds(times, devices, measured.micro_batch)
+
+        def seconds_to(critical: CriticalBatch, progress: float) -> float:
+            curve = TimeToLoss(critical.likely().value, step, most=measured.samples or LARGEST_COUNT)
+            return progress * curve.at(curve.soonest)
+
+    asked: dict[str, Any] = {name: value for name, value in request.horizon.items() if value is not None}
+    try:
+        return find_horizon(course, **asked, data=measured.samples, seconds_to=seconds_to), ""
+    except InvalidInputError as error:
+        return find_horizon(
+            course, data=measured.samples
+        ), f"the horizon that was asked for is left out: {error.problem}"
+
+
+def pick_critical(measured: Measured, horizon: Horizon | None) -> CriticalUsed:
+    """Pick the critical batch: by branches and the noise scale together, or the one of them that is known.
+
+    Both are of the beginning of a run; the course of the noise scale carries them on to the horizon.
+    """
+    scale = None if measured.noise is None else measured.noise.noise_scale
+    branches = None if measured.branches is None else measured.branches.critical_batch
+    course = None if measured.noise is None else measured.noise.course
+    if scale is not None and course is not None and horizon is not None and _usable_value(course.last) is not None:
+        scale = course.until(horizon.steps)
     if branches is None:
-        note = (
-            "the noise scale stands in for the critical batch, which was 2 to 5 times as large on two tasks under "
-            "AdamW and momentum: branches at several batches measure it on this one"
-        )
+        note = "the noise scale stands in for the critical batch; short branches at several batches measure that itself"
         return CriticalUsed() if scale is None else CriticalUsed(scale, "noise scale", note)
-    critical, ratio = branches.critical_batch, branches.ratio
-    if critical.resolved or scale is None:
-        return CriticalUsed(critical, "branches")
-    if ratio:
-        # Few seeds give a ratio without an interval; a noise scale that was averaged for longer has one.
-        times = f"{ratio:.2g} times the noise scale"
-        note = f"branches say that the critical batch is {times}; the interval is the latter's"
-        scaled = replace(scale, value=scale.value * ratio, low=scale.low * ratio, high=scale.high * ratio)
-        return CriticalUsed(scaled, "branches", note)
-    # Branches without an upper end are a lower bound: they rule out a noise scale below it, and nothing else.
-    in_samples = scale.in_samples() or scale
-    if critical.low > 0 and not in_samples.value >= critical.low:
-        return CriticalUsed(critical, "branches")
-    note = (
-        f"branches found no upper end of the critical batch, so the noise scale, {in_samples}, stands in "
-        "for it: more seeds and larger branches measure it"
-    )
-    return CriticalUsed(scale, "noise scale", note)
+    in_samples = None if scale is None else scale.in_samples()
+    if in_samples is None or _usable_value(in_samples) is None:
+        return CriticalUsed(branches, "branches")
+    if math.isfinite(branches.value):
+        if not branches.resolved:  # few seeds: what such estimates were off by elsewhere is the larger part
+            branches = replace(branches, low=branches.value, high=branches.value)
+        trained = None if measured.branches is None else measured.branches.samples
+        if trained is not None and course is not None and horizon is not None:
+            growth, error = course.growth(trained / course.batch, horizon.steps)
+            branches = branches.grown(growth, error)
+        return CriticalUsed(pooled([in_samples, branches]), "noise scale and branches")
+    # Branches without a value are a lower bound: they rule out a noise scale below it, and nothing else.
+    if in_samples.value < branches.low:
+        return CriticalUsed(branches, "branches")
+    note = f"branches found no upper end of the critical batch, so the noise scale, {in_samples}, stands in for it"
+    return CriticalUsed(scale, "noise scale", f"{note}: more seeds and larger branches measure it")
 
 
-def choose(measured: Measured, used: CriticalUsed, *, devices: int, effective_batch: int | None) -> Choice:
-    """Choose the split from what was measured."""
+def choose(
+    measured: Measured, used: CriticalUsed, *, devices: int, effective_batch: int | None, until: str = ""
+) -> Choice:
+    """Choose the split from what was measured; `until` says where the run is to end."""
     fit, throughput, times, samples = measured.fit, measured.throughput, measured.times, measured.samples
     reasons, assumes = [], []
     fits = measured.micro_batch
@@ -160,17 +199,21 @@ def choose(measured: Measured, used: CriticalUsed, *, devices: int, effective_ba
     critical = used.critical
     in_samples = None if critical is None else critical.in_samples()
     value = None if in_samples is None else _usable_value(in_samples)
-    curve = None
-    if value is not None and times is not None:
+    likely = None
+    if in_samples is not None and value is not None and times is not None:
         curve = TimeToLoss(value, StepSeconds(times, devices, largest), most=samples or LARGEST_COUNT)
+        likely = LikelyTime(curve, in_samples.likely().spread)
     elif in_samples is not None and value is None:
         assumes.append(f"the critical batch is not known yet: {in_samples}")
         critical = in_samples = None
     if effective_batch is not None:
         wanted = effective_batch
         reasons.append(f"an effective batch of {wanted:,} was asked for")
-    elif curve is not None:
-        wanted = curve.soonest
+    elif measured.race is not None:
+        wanted = measured.race.winner
+        reasons.append(measured.race.summary)
+    elif likely is not None:
+        wanted = likely.soonest
     else:
         wanted = min(largest * devices, samples or largest * devices)
         missing = "the critical batch" if in_samples is None else "how long a step takes"
@@ -182,8 +225,8 @@ def choose(measured: Measured, used: CriticalUsed, *, devices: int, effective_ba
         reasons.append(f"{split.effective_batch:,} is the nearest to {wanted:,} in equal micro-batches")
     if samples is not None and split.effective_batch > samples:
         assumes.append(f"the data holds {counted(samples, 'sample')}, fewer than one step of this batch takes")
-    if curve is not None:
-        reasons.append(_soonest_reason(curve, split, in_samples))
+    if likely is not None and in_samples is not None:
+        reasons.append(_soonest_reason(likely, split, in_samples, until))
     if fit is not None and fits is not None:
         reasons.append(f"micro-batch {fits:,} fits; {fit.reason}")
     is_timed = times is not None and times.covers(split.micro_batch)
@@ -195,47 +238,55 @@ def choose(measured: Measured, used: CriticalUsed, *, devices: int, effective_ba
         ran = counted(throughput.devices, "device")
         assumes.append(f"{ran} ran, {devices:,} were asked for: communication between them is left out")
     is_resolved = in_samples is not None and in_samples.resolved
-    source = "measured" if curve is not None and fits is not None and is_timed and is_resolved else "predicted"
-    return Choice(split, curve, in_samples or critical, used.origin, tuple(reasons), tuple(assumes), source)
+    source = "measured" if likely is not None and fits is not None and is_timed and is_resolved else "predicted"
+    return Choice(split, likely, in_samples or critical, used.origin, tuple(reasons), tuple(assumes), source)
 
 
 def _usable_value(critical: CriticalBatch) -> float | None:
     if not critical.resolved and critical.low <= 0:
         return None
-    return critical.known_value if critical.known_value > 0 else None
+    return critical.likely().value if critical.known_value > 0 else None
 
 
-def _soonest_reason(curve: TimeToLoss, split: Plan, critical: CriticalBatch | None) -> str:
-    low, high = curve.as_good
-    is_resolved = critical is not None and critical.resolved
-    about = f"{critical}" if is_resolved else f"about {figure(curve.critical)}: {critical}"
-    reason = (
-        f"{counted(curve.soonest, 'sample')} per step would reach the loss soonest at a critical batch of {about}; "
-        f"{low:,} to {high:,} are within 5 %"
-    )
-    if low <= split.effective_batch <= high:
-        return reason
-    return f"{reason}, {split.effective_batch:,} takes {curve.over_soonest(split.effective_batch):.2f} times as long"
+def _soonest_reason(likely: LikelyTime, split: Plan, critical: CriticalBatch, until: str) -> str:
+    about = "" if critical.resolved else f"about {figure(likely.curve.critical)}: "
+    reason = f"{counted(likely.soonest, 'sample')} per step would reach the loss soonest"
+    if until:
+        reason += f" ({until})"
+    if critical.evidence == "given":
+        reason += f" at a critical batch of {about}{critical}"
+    else:
+        reason += (
+            f": the {critical.evidence} is {critical}, and with what such estimates were off by elsewhere the critical "
+            f"batch is {about}{critical.widened()}"
+        )
+    if likely.as_good is None:
+        reason += f"; within 5 % of the best with a chance of {likely.chance(likely.soonest):.0%} only"
+    else:
+        reason += "; {:,} to {:,} are within 5 % with a chance of {:.0%}".format(*likely.as_good, CHANCE)
+        if likely.as_good[0] <= split.effective_batch <= likely.as_good[1]:
+            return reason
+    over = likely.over_soonest(split.effective_batch)
+    return reason if over < _HARDLY_LONGER else f"{reason}, {split.effective_batch:,} takes {over:.2f} times as long"
 
 
 def trace_curve(choice: Choice) -> list[dict[str, float]]:
-    """Return the time to the loss at batches around the best, over that at the best, with its ends."""
-    curve, critical = choice.curve, choice.critical
-    if curve is None or critical is None:
+    """Return the time to the loss at batches around the best, over that at the best, and where it lies with 80 %."""
+    likely = choice.likely
+    if likely is None:
         return []
     steps = range(-2 * _DOUBLINGS, 2 * _DOUBLINGS + 1)
-    sizes = {max(round(curve.soonest * 2 ** (step / 2)), 1) for step in steps} | {choice.plan.effective_batch}
-    ends = [replace(curve, critical=end) for end in (critical.low, critical.high) if 0 < end < math.inf]
+    sizes = {max(round(likely.soonest * 2 ** (step / 2)), 1) for step in steps} | {choice.plan.effective_batch}
     points = []
-    for size in sorted(size for size in sizes if size <= curve.most):
-        ratios = [one.over_soonest(size) for one in (curve, *ends)]
-        points.append({"effective_batch": size, "ratio": ratios[0], "low": min(ratios), "high": max(ratios)})
+    for size in sorted(size for size in sizes if size <= likely.curve.most):
+        low, high = likely.between(size)
+        points.append({"effective_batch": size, "ratio": likely.over_soonest(size), "low": low, "high": high})
     return points
 
 
-def recommend_rate(measured: Measured, choice: Choice) -> RecommendedRate | None:
-    """Return the learning rate for the recommended batch, tuned by branches or by a rule; None if nothing tells it."""
-    workload, batch = measured.workload, choice.plan.effective_batch
+def recommend_rate(measured: Measured, choice: Choice, batch: int) -> RecommendedRate | None:
+    """Return the learning rate for a batch, tuned by branches or by a rule; None if nothing tells it."""
+    workload = measured.workload
     if workload is None or workload.learning_rate is None:
         return None
     if measured.branches is not None and measured.branches.factors:
@@ -259,7 +310,7 @@ def _with_twice_the_memory(measured: Measured, choice: Choice, *, keeps_batch: b
 
 def _with_twice_the_devices(measured: Measured, choice: Choice, *, keeps_batch: bool) -> Change:
     change, largest = "twice the devices", choice.plan.max_micro_batch
-    if choice.curve is None:
+    if choice.likely is None:
         return Change(change, note="needs the critical batch and the time of a step")
     doubled = Change(change, note="without communication between devices")
     return _choose_again(measured, choice, doubled, largest=largest, times_devices=2, keeps_batch=keeps_batch)
@@ -295,8 +346,9 @@ def _choose_again(
     if times is not None:
         times = replace(times, alpha=times.alpha * slower, beta=times.beta * slower)
     changed = None
-    if choice.curve is not None and times is not None:
-        changed = replace(choice.curve, step=StepSeconds(times, devices, largest))
+    if choice.likely is not None and times is not None:
+        curve = replace(choice.likely.curve, step=StepSeconds(times, devices, largest))
+        changed = replace(choice.likely, curve=curve)
     if keeps_batch:
         wanted = choice.plan.effective_batch
     elif changed is not None:
@@ -305,8 +357,8 @@ def _choose_again(
         wanted = min(largest * devices, samples or largest * devices)  # as the recommendation itself
     split = plan(wanted, micro_batch=largest, devices=devices, samples=samples, times=times)
     ratio = None
-    if choice.curve is not None and changed is not None:
-        ratio = changed.at(split.effective_batch) / choice.curve.at(choice.plan.effective_batch)
+    if choice.likely is not None and changed is not None:
+        ratio = changed.curve.at(split.effective_batch) / choice.likely.curve.at(choice.plan.effective_batch)
     return replace(
         change,
         micro_batch=split.micro_batch,

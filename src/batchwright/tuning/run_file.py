@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
 from batchwright.planning.critical_batch import CriticalBatch
+from batchwright.planning.horizon import Course, Stretch
 from batchwright.planning.times import TimedPoint, TimeModel, fit_times
 from batchwright.units import LARGEST_COUNT
 from batchwright.user_files import read_text, replace_file
@@ -64,7 +65,10 @@ _NEEDED: dict[str, Section] = {
         "critical_batch": _CRITICAL,
         "branches": [{"batch": int, "learning_rate_factor": _MAYBE, "mean_steps": _MAYBE}],
     },
+    "race": {"winner": int, "middle": int, "is_clear": bool, "summary": str},
 }
+# Stages that are no command of their own, and may be missing in a run.
+_MAY_BE_MISSING = ("branches", "race")
 
 
 def new_run(created: str) -> Run:
@@ -73,8 +77,7 @@ def new_run(created: str) -> Run:
     >>> new_run("2026-11-16")["fit"]
     {'skipped': 'not reached'}
     """
-    # Branches are no command of their own, and may be missing.
-    empty = {name: {"skipped": "not reached"} for name in (*SECTIONS, "branches")}
+    empty = {name: {"skipped": "not reached"} for name in (*SECTIONS, *_MAY_BE_MISSING)}
     return {"schema": SCHEMA, "kind": KIND, "created": created, "finished": False, **empty}
 
 
@@ -119,8 +122,8 @@ def read_run_file(file: str | Path) -> Run:
             f"the run at '{path}' has schema {schema}, and this batchwright reads up to {SCHEMA}.",
             remedy="pip install --upgrade batchwright",
         )
-    run = {"branches": {"skipped": "not reached"}, **run}
-    missing = [name for name in (*SECTIONS, "branches") if not isinstance(run.get(name), dict)]
+    run = {**{name: {"skipped": "not reached"} for name in _MAY_BE_MISSING}, **run}
+    missing = [name for name in (*SECTIONS, *_MAY_BE_MISSING) if not isinstance(run.get(name), dict)]
     if missing:
         raise _damaged(path, f"it has no {', '.join(missing)}")
     return run
@@ -295,11 +298,23 @@ class NoiseSection:
 
     effective_batch: float
     noise_scale: CriticalBatch
+    course: Course | None
+    """How noise scale and loss went along; None if samples were not counted."""
 
     @classmethod
     def read(cls, section: Section) -> NoiseSection:
         """Read the section `noise`."""
-        return cls(section["effective_batch"], CriticalBatch.from_dict(section["critical_batch"]))
+        scale = CriticalBatch.from_dict(section["critical_batch"])
+        return cls(section["effective_batch"], scale, _read_course(section, scale))
+
+
+def _read_course(section: Section, last: CriticalBatch) -> Course | None:
+    in_samples = last.in_samples()
+    if in_samples is None:
+        return None
+    rows = section.get("course", ())
+    stretches = (Stretch(**{**row, "loss": math.nan if row["loss"] is None else row["loss"]}) for row in rows)
+    return Course(float(section["effective_batch"]), in_samples, tuple(stretches))
 
 
 @dataclass(frozen=True)
@@ -307,8 +322,8 @@ class BranchesSection:
     """The critical batch that branches measured."""
 
     critical_batch: CriticalBatch
-    ratio: float | None
-    """The critical batch over the noise scale."""
+    samples: float | None
+    """How long the smallest batch was trained until its loss; None if it did not get there on every seed."""
     factors: Mapping[int, float]
     """The best learning rate by batch, in factors of the workload's own."""
 
@@ -320,7 +335,24 @@ class BranchesSection:
             for branch in section.get("branches", ())
             if branch["mean_steps"] is not None and branch["learning_rate_factor"]
         }
-        return cls(CriticalBatch.from_dict(section["critical_batch"]), section["ratio"], factors)
+        reached = [row for row in section.get("branches", ()) if row["mean_steps"] is not None]
+        samples = reached[0]["batch"] * reached[0]["mean_steps"] if reached else None
+        return cls(CriticalBatch.from_dict(section["critical_batch"]), samples, factors)
+
+
+@dataclass(frozen=True)
+class RaceSection:
+    """Which batch won a race."""
+
+    winner: int
+    middle: int
+    is_clear: bool
+    summary: str
+
+    @classmethod
+    def read(cls, section: Section) -> RaceSection:
+        """Read the section `race`."""
+        return cls(**{argument.name: section[argument.name] for argument in fields(cls)})
 
 
 _READERS: dict[str, Callable[[Section], Any]] = {
@@ -330,6 +362,7 @@ _READERS: dict[str, Callable[[Section], Any]] = {
     "throughput": ThroughputSection.read,
     "noise": NoiseSection.read,
     "branches": BranchesSection.read,
+    "race": RaceSection.read,
 }
 
 
@@ -343,6 +376,7 @@ class Measured:
     throughput: ThroughputSection | None = None
     noise: NoiseSection | None = None
     branches: BranchesSection | None = None
+    race: RaceSection | None = None
     nothing_fits: bool = False
     """Whether a fit has shown that not even the smallest micro-batch fits."""
 

@@ -130,9 +130,9 @@ def watch_noise(script: Script, measured: Measured, request: TuneRequest, say: S
     ).to_dict()
 
 
-def train_branches(*_: Any) -> Section:
-    """Branches need a training that can be begun again from the same weights."""
-    return {"skipped": "branches start from the same weights: they need a workload"}
+def begin_again(*_: Any) -> Section:
+    """Branches and a race need a training that can be begun again from the same weights."""
+    return {"skipped": "branches and races start from the same weights: they need a workload"}
 
 
 RUNS: Mapping[str, Callable[..., Section]] = {
@@ -141,7 +141,8 @@ RUNS: Mapping[str, Callable[..., Section]] = {
     "throughput": time_steps,
     "audit": audit_accumulation,
     "noise": watch_noise,
-    "branches": train_branches,
+    "branches": begin_again,
+    "race": begin_again,
 }
 
 

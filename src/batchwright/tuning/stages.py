@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 _TIMED_SIZES, _SMALL = 6, 8
 _NOISE_BATCH = 64
 _AUDITED = 8
+# As many as an interval needs.
+_BRANCH_SEEDS = 5
 # Of a clock that repeats; beyond it differences between sizes may be the machine's.
 _NOISY = 0.1
 
@@ -322,8 +324,8 @@ def train_branches(work: Workload, measured: Measured, request: TuneRequest, say
     return measure_critical_batch(
         work,
         batches=request.branch_batches,
-        steps=max(request.steps // 2, 20),
-        seeds=2,
+        steps=max(request.steps, 20),
+        seeds=_BRANCH_SEEDS,
         largest=measured.micro_batch,
         on=request.on,
         shape=request.shape or None,

@@ -11,6 +11,7 @@ Promises:
 from __future__ import annotations
 
 import datetime
+import math
 import shlex
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -27,9 +28,10 @@ from batchwright.ranks.session import Session, process_group, together
 from batchwright.scripts.script import Script
 from batchwright.targets import Target, is_from_users_code, load_workload, users_traceback_text
 from batchwright.tuning import script_stages, stages
+from batchwright.tuning.race import race_batches
 from batchwright.tuning.recommendation import advise_run
 from batchwright.tuning.run_file import Measured, Run, Section, is_done, new_run, read_run_to_resume, write_run
-from batchwright.units import parse_bytes, shortened, whole_number
+from batchwright.units import parse_bytes, positive_number, shortened, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -39,10 +41,12 @@ if TYPE_CHECKING:
     Say = Callable[[str], None]
 
 
-STAGES = ("fit", "estimate", "throughput", "audit", "noise", "branches")
+STAGES = ("fit", "estimate", "throughput", "audit", "noise", "branches", "race")
 """What can be skipped, in the order in which it is done."""
-TRAINING_STAGES = ("throughput", "audit", "noise", "branches")
+TRAINING_STAGES = ("throughput", "audit", "noise", "branches", "race")
 """Those that run real steps: never on a simulated card, and together on all ranks."""
+HORIZONS = ("until_loss", "samples", "hours")
+"""Until where a run is meant to go: one of them."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,10 @@ class TuneRequest:
     steps: int = 200
     noise_batch: int | None = None
     branch_batches: tuple[int, ...] = ()
+    race: bool = False
+    until_loss: float | None = None
+    samples: int | None = None
+    hours: float | None = None
     seed: int = 0
     skip: tuple[str, ...] = ()
 
@@ -77,22 +85,41 @@ class TuneRequest:
                 )
         whole_number(self.devices, "devices")
         whole_number(self.steps, "steps")
-        for name in ("effective_batch", "limit", "noise_batch"):
+        for name in ("effective_batch", "limit", "noise_batch", "samples"):
             if getattr(self, name) is not None:
                 whole_number(getattr(self, name), name.replace("_", " "))
         if self.memory is not None:
             parse_bytes(self.memory)
+        given = [name for name in HORIZONS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidInputError(
+                f"a run has one horizon; received {' and '.join(given)}.", remedy=f"only {given[0]}"
+            )
+        if self.hours is not None:
+            positive_number(self.hours, "hours must be a number above 0", least=1e-9, most=1e9)
+        if self.until_loss is not None and not math.isfinite(self.until_loss):
+            raise InvalidInputError(f"a loss to train until must be a number; received {self.until_loss}.")
+        if self.race and self.effective_batch is not None:
+            raise InvalidInputError(
+                f"a race finds the effective batch, and {self.effective_batch:,} is to be kept.",
+                remedy="one of race=True and effective_batch=N",
+            )
 
     @property
     def is_on_card(self) -> bool:
         """Whether it is about a simulated card: nothing runs there."""
         return names_a_card(self.on)
 
+    @property
+    def horizon(self) -> Mapping[str, float | None]:
+        """Until where the run is meant to go, if that was said."""
+        return {name: getattr(self, name) for name in HORIZONS}
+
     def reason_to_skip(self, stage: str) -> str | None:
         """Return why a stage is not run; None if it is."""
         if stage in self.skip:
             return "skipped, as asked"
-        if stage == "branches" and not self.branch_batches:
+        if (stage == "branches" and not self.branch_batches) or (stage == "race" and not self.race):
             return "not asked for"
         if self.is_on_card and stage in TRAINING_STAGES:
             return f"{self.on} is simulated: nothing runs there"
@@ -115,6 +142,8 @@ class TuneRequest:
             value, option = getattr(self, argument.name), f"--{argument.name.replace('_', '-')}"
             if argument.name == "shape":
                 words += [word for name, size in value.items() for word in (option, f"{name}={size}")]
+            elif argument.name == "race":
+                words += [option] * value
             elif isinstance(value, tuple):
                 option = "--branches" if argument.name == "branch_batches" else option
                 words += [option, ",".join(map(str, value))] if value else []
@@ -125,7 +154,9 @@ class TuneRequest:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the question as plain data."""
-        return {**asdict(self), "branch_batches": list(self.branch_batches), "skip": list(self.skip)}
+        given = {name: value for name, value in asdict(self).items() if name not in HORIZONS}
+        lists = {"branch_batches": list(self.branch_batches), "skip": list(self.skip)}
+        return {**given, **lists, "horizon": dict(self.horizon)}
 
 
 def _as_typed(amount: str | int) -> str:
@@ -176,6 +207,7 @@ _RUNS: dict[str, Callable[..., Section]] = {
     "audit": stages.audit_accumulation,
     "noise": stages.watch_noise,
     "branches": stages.train_branches,
+    "race": race_batches,
 }
 
 
@@ -199,6 +231,10 @@ def tune(
     steps: int = 200,
     noise_batch: int | None = None,
     branch_batches: tuple[int, ...] = (),
+    race: bool = False,
+    until_loss: float | None = None,
+    samples: int | None = None,
+    hours: float | None = None,
     seed: int = 0,
     skip: tuple[str, ...] = (),
     file: str | Path | None = None,
@@ -227,6 +263,10 @@ def tune(
     - `shape`: what else `batch` takes.
     - `steps`, `seed`: of the training that measures the critical batch; `noise_batch` is its effective batch.
     - `branch_batches`: effective batches to train short branches at; they measure the critical batch itself.
+    - `race`: train the recommended batch against half and double of it, for the same counted time; the winner is
+      recommended.
+    - `until_loss`, `samples`, `hours`: one of them, until where the run is meant to go. Without it: until the data was
+      seen once, or ten times what was trained to measure.
     - `skip`: stages to leave out.
     - `file`: where the run is written after every stage; with `resume` the run in it is continued. Under torchrun
       every rank calls `tune`; the first one reads and writes the file.
@@ -242,6 +282,10 @@ def tune(
         steps=steps,
         noise_batch=noise_batch,
         branch_batches=branch_batches,
+        race=race,
+        until_loss=until_loss,
+        samples=samples,
+        hours=hours,
         seed=seed,
         skip=skip,
     )

@@ -109,14 +109,15 @@ STAGES = {
     "audit": "the audit of accumulation",
     "noise": "the critical batch",
     "branches": "short branches",
+    "race": "the race",
     "plan": "the plan",
     "recommendation": "the recommendation",
 }
 
 
 def _draw_rests(record: Data | None, run: Data) -> list[str]:
-    # Branches are trained only where asked for, so a file may say nothing of them.
-    expected = [name for name in STAGES if name != "branches" or name in run]
+    # Trained only where asked for, so a file may say nothing of them.
+    expected = [name for name in STAGES if name not in ("branches", "race") or name in run]
     gone = [f"{STAGES[name]}: {why_missing(run, name)}" for name in expected if section_of(run, name) is None]
     rule = text_in(record, "learning_rate", "rule")
     lists = (

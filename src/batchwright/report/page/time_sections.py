@@ -122,7 +122,7 @@ def draw_time(record: Data, run: Data) -> list[str]:
     chosen, ends = number_in(record, "effective_batch"), good_range(run)
     entries = [
         ("line predicted", "time to the same loss (predicted from both measurements)"),
-        ("band predicted", "between the ends of the critical batch"),
+        ("band predicted", "where it lies with a chance of 80\N{NO-BREAK SPACE}%"),
     ]
     entries += [("range measured", "within 5\N{NO-BREAK SPACE}% of the soonest")] if ends else []
     chart = at_both_widths(partial(_time_chart, shown, chosen, ends))

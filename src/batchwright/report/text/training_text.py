@@ -116,19 +116,18 @@ def summarize_best_batch(best: BestBatch) -> str:
 
     >>> from batchwright.planning.best_batch import best_batch
     >>> summarize_best_batch(best_batch(400, {16: 0.12, 64: 0.24, 256: 0.72}))
-    'effective batch 113 reaches the loss soonest; 67 to 192 are within 5 % of its time'
+    'effective batch 113 reaches the loss soonest; 67 to 192 are within 5 %'
     """
-    first, last = best.range_within_5_percent
     ends = f"{best.low:,} or more" if best.high is None else f"{best.low:,} to {best.high:,}"
     interval = "" if best.low == best.value == best.high else f" [{ends}]"
     answer = f"effective batch {best.value:,}{interval} reaches the loss soonest"
-    return f"{answer}; {first:,} to {last:,} are within 5 % of its time"
+    return f"{answer}; {best.how_good}"
 
 
 def draw_best_batch(best: BestBatch) -> RenderableType:
     """Draw a row per batch: the best, then in order the ends of the range and the batches that were timed."""
     step = best.step_seconds
-    others = {*best.range_within_5_percent, *(batch for batch, _ in step.points)} - {best.value}
+    others = {*(best.range_within_5_percent or ()), *(batch for batch, _ in step.points)} - {best.value}
     batches = [best.value, *sorted(others)]
     columns = [
         ("effective\nbatch", [f"{'' if step.covers(batch) else '~'}{batch:,}" for batch in batches]),
@@ -263,7 +262,8 @@ def summarize_tuned(tuned: Tuned) -> str:
     good = advised["range_within_5_percent"]
     text = f"{split} ({advised['source']})"
     if good is None:
-        return text
+        chance = advised.get("chance_within_5_percent")
+        return text if chance is None else f"{text}; within 5 % of the best with a chance of {chance:.0%} only"
     if not good[0] <= advised["effective_batch"] <= good[1]:
         return f"{text}; {advised['best_effective_batch']:,} would be soonest"
     return text if good[0] == good[1] else f"{text}; {good[0]:,} to {good[1]:,} are as good"

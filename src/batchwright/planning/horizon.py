@@ -1,0 +1,330 @@
+"""Until where a run is meant to go, and the critical batch on the way there.
+
+A stretch of training in which the noise scale is N takes a step of batch B as far as 1/(1 + N/B) of a step without
+noise (McCandlish et al. 2018, appendix D). So the critical batch of a whole run is the average of N over progress, and
+a short run at its beginning sees only the first part of it. Its trend is a power of the step, and is carried on.
+
+Promises:
+- the horizon is the user's: samples, hours, or a loss; if none is given, it is the data once over or ten times what was
+  trained, and the words say so;
+- a loss that was reached already ends the horizon there; one that the run does not fall to is refused with the reason;
+- the farther the horizon lies beyond what was trained, the wider the answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from statistics import NormalDist, linear_regression, median
+from typing import TYPE_CHECKING, Any
+
+from batchwright.errors import InvalidInputError
+from batchwright.planning.critical_batch import CriticalBatch, figure
+from batchwright.units import counted, finite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# The power of the step that the noise scale grows with: in the middle, and its standard deviation, on the tasks for
+# constants of benchmarks/recommendation.py.
+_USUAL_POWER, _POWER_SPREAD = 0.5, 0.3
+# Without data and without a word the run is taken to be so many times as long as what was trained.
+_USUAL_LENGTH = 10
+# A loss that is farther away than this, by the trend of a short run, is out of sight.
+_FARTHEST = 1000
+# A curve over progress is summed in so many pieces, of equal width in the logarithm of the step.
+_PIECES = 64
+_ENDS = 1.96
+_LEAST_STRETCHES = 4
+# The beginning of a training follows no trend: such a part of the steps is left out.
+_SKIPPED = 0.1
+# Of the square of a normal number; where a trend bends, at the beginning, single ones are large.
+_MEDIAN_OF_SQUARES = 0.455
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What some steps of a run showed, in sums that add up."""
+
+    step: int
+    """The last one."""
+    observations: int
+    units: float
+    samples: float
+    trace: float
+    """T of one unit, times the observations."""
+    signal: float
+    """|G|^2, times the observations; negative at times."""
+    loss: float = math.nan
+    """The mean; not a number if it was not seen."""
+
+    def __add__(self, later: Stretch) -> Stretch:
+        return Stretch(
+            later.step,
+            self.observations + later.observations,
+            self.units + later.units,
+            self.samples + later.samples,
+            self.trace + later.trace,
+            self.signal + later.signal,
+        )
+
+    @property
+    def signal_over_noise(self) -> float:
+        """|G|^2 over T, of one sample: the inverse of the noise scale."""
+        samples_per_unit = self.samples / self.units if self.samples else 1.0
+        return self.signal / self.trace / samples_per_unit if self.trace > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {**asdict(self), "loss": finite(self.loss)}
+
+
+@dataclass(frozen=True)
+class Course:
+    """How noise scale and loss went along a run at one batch.
+
+    >>> stretches = [Stretch(n, 50, 1600, 1600, 50.0, 50.0 / (4 * n**0.5)) for n in range(50, 1050, 50)]
+    >>> noise = CriticalBatch(120.0, 100.0, 150.0, "samples", 1000)
+    >>> course = Course(32, noise, tuple(stretches))
+    >>> round(course.power, 2), round(course.until(1000).value), round(course.until(10_000).value)
+    (0.46, 77, 213)
+    """
+
+    batch: float
+    """Samples of a step."""
+    last: CriticalBatch
+    """The noise scale at its end, in samples."""
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def steps(self) -> int:
+        """How long it was trained."""
+        return self.stretches[-1].step if self.stretches else self.last.observations
+
+    @cached_property
+    def _series(self) -> list[tuple[float, float, float, int]]:
+        """Where each stretch begins and ends, up to 1; its signal over its noise; its observations."""
+        befores = [0, *(stretch.step for stretch in self.stretches)]
+        return [
+            (
+                (before + 0.5) / self.steps,
+                (stretch.step + 0.5) / self.steps,
+                stretch.signal_over_noise,
+                stretch.observations,
+            )
+            for before, stretch in zip(befores, self.stretches, strict=False)
+            if stretch.step > _SKIPPED * self.steps
+        ]
+
+    @cached_property
+    def _variance(self) -> float:
+        """Of the signal over the noise in one observation, by how far each stretch is off between its neighbours."""
+        each = [(seen, number) for *_, seen, number in self._series]
+        squares = [
+            (a - 2 * b + c) ** 2 / (1 / k + 4 / m + 1 / n)
+            for (a, k), (b, m), (c, n) in zip(each, each[1:], each[2:], strict=False)
+        ]
+        return median(squares) / _MEDIAN_OF_SQUARES
+
+    def _level(self, power: float) -> tuple[float, float, float]:
+        """The signal over the noise at the end if it falls by a power of the step; its error; how badly it fits."""
+        rows = [(_mean_power(begin, end, -power), seen, number) for begin, end, seen, number in self._series]
+        total = sum(number * shape**2 for shape, _, number in rows)
+        level = sum(number * shape * seen for shape, seen, number in rows) / total
+        misfit = sum(number * (seen - level * shape) ** 2 for shape, seen, number in rows)
+        return level, math.sqrt(self._variance / total), misfit / (2 * max(self._variance, 1e-300))
+
+    @cached_property
+    def _trend(self) -> tuple[float, float]:
+        """The power of the step that the noise scale grows with, and its standard deviation."""
+        usual = NormalDist(_USUAL_POWER, _POWER_SPREAD)
+        middle, deviation, reach = usual.mean, usual.stdev, 3 * usual.stdev
+        for _ in range(3):  # closer around what the run allows
+            powers = [middle + reach * place / 12 for place in range(-12, 13)]
+            logs = [-(usual.zscore(power) ** 2) / 2 - self._level(power)[2] for power in powers]
+            weights = [math.exp(log - max(logs)) for log in logs]
+            middle = sum(w * power for w, power in zip(weights, powers, strict=True)) / sum(weights)
+            square = sum(w * (power - middle) ** 2 for w, power in zip(weights, powers, strict=True)) / sum(weights)
+            deviation, reach = math.sqrt(square), max(4 * math.sqrt(square), reach / 6)
+        return middle, deviation
+
+    @property
+    def power(self) -> float:
+        """The power of the step that the noise scale grows with, carried on beyond the run."""
+        return self._trend[0]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is enough to see a trend in."""
+        return len(self._series) >= _LEAST_STRETCHES and self._variance > 0
+
+    def until(self, steps: float) -> CriticalBatch:
+        """Return the noise scale averaged over the progress of so many steps."""
+        if not self.is_known:
+            return self.last
+        power, change = self._trend
+        level, error, _ = self._level(power)
+        usable = max(level, error / 2)
+        value = self._average(steps, power, usable)
+        least, most = (
+            self._average(steps, end, max(self._level(end)[0], error / 2)) for end in (power - change, power + change)
+        )
+        by_trend = abs(math.log(most / least)) / 2
+
+        def end(at: float, sign: int) -> float:
+            return value * math.exp(sign * math.hypot(math.log(at / usable), _ENDS * by_trend))
+
+        surely = level - _ENDS * error
+        return replace(
+            self.last,
+            value=value if level > 0 else math.inf,
+            low=end(max(level, 0.0) + _ENDS * error, -1),
+            high=end(surely, 1) if surely > 0 else math.inf,
+        )
+
+    def growth(self, before: float, after: float) -> tuple[float, float]:
+        """Return how many times larger the average is at a later horizon, and the error of its logarithm."""
+        if not self.is_known:
+            return 1.0, 0.0
+        power, change = self._trend
+        level, error, _ = self._level(power)
+        usable = max(level, error / 2)
+        logs = [
+            math.log(self._average(after, end, usable) / self._average(before, end, usable))
+            for end in (power, power - change, power + change)
+        ]
+        return math.exp(logs[0]), abs(logs[2] - logs[1]) / 2
+
+    def progress(self, steps: float) -> float:
+        """Return how far so many steps go, in steps without noise."""
+        if not self.is_known:
+            return steps / (1 + self.last.known_value / self.batch)
+        level, error, _ = self._level(self.power)
+        return sum(far for far, _ in self._pieces(steps, self.power, max(level, error / 2)))
+
+    def _average(self, steps: float, power: float, level: float) -> float:
+        pieces = self._pieces(steps, power, level)
+        return sum(far * noise for far, noise in pieces) / sum(far for far, _ in pieces)
+
+    def _pieces(self, steps: float, power: float, level: float) -> list[tuple[float, float]]:
+        """Progress and noise scale of each piece of a run."""
+        edges = [0.0, *(max(steps, 1.0) ** (number / _PIECES) for number in range(_PIECES + 1))]
+        noises = [((before + after) / 2 / self.steps) ** power / level for before, after in pairwise(edges)]
+        return [
+            ((after - before) / (1 + noise / self.batch), noise)
+            for (before, after), noise in zip(pairwise(edges), noises, strict=True)
+        ]
+
+
+def _mean_power(begin: float, end: float, power: float) -> float:
+    """Return the mean of x^power from one place to another.
+
+    >>> _mean_power(0.5, 1.5, 1.0), round(_mean_power(1.0, math.e, -1.0), 3)
+    (1.0, 0.582)
+    """
+    if abs(power + 1) < 1e-9:
+        return math.log(end / begin) / (end - begin)
+    mean: float = (end ** (power + 1) - begin ** (power + 1)) / (power + 1) / (end - begin)
+    return mean
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """Until where the run is meant to go."""
+
+    steps: float
+    """At the batch that the noise was measured at."""
+    samples: float
+    times_trained: float
+    """How many times as long as what was trained."""
+    words: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+
+def find_horizon(
+    course: Course,
+    *,
+    samples: float | None = None,
+    hours: float | None = None,
+    until_loss: float | None = None,
+    data: int | None = None,
+    seconds_to: Callable[[CriticalBatch, float], float] | None = None,
+) -> Horizon:
+    """Return the horizon that was asked for.
+
+    - `samples`, `hours`, `until_loss`: one of them, or none.
+    - `data`: how many samples the dataset has.
+    - `seconds_to`: the least seconds in which a run with a critical batch makes so much progress.
+    """
+    if samples is not None:
+        steps, words = samples / course.batch, f"until {samples:,.0f} samples"
+    elif hours is not None:
+        if seconds_to is None:
+            raise InvalidInputError("hours need the time of a step, which was not measured.", remedy="samples=N")
+        steps = _steps_in(course, 3600 * hours, seconds_to)
+        words = f"for {hours:g} hours, about {steps * course.batch:,.0f} samples"
+    elif until_loss is not None:
+        steps, words = _steps_to(course, until_loss)
+    elif data is not None and data > course.steps * course.batch:
+        steps, words = data / course.batch, f"until the data was seen once, {data:,} samples, as no horizon was given"
+    else:
+        steps = _USUAL_LENGTH * course.steps
+        words = f"until {_USUAL_LENGTH} times what was trained, as no horizon was given"
+    steps = max(steps, 1.0)
+    return Horizon(steps, steps * course.batch, steps / max(course.steps, 1), words)
+
+
+def _steps_in(course: Course, seconds: float, seconds_to: Callable[[CriticalBatch, float], float]) -> float:
+    least, most = 1.0, 1e12
+    for _ in range(60):
+        middle = math.sqrt(least * most)
+        if seconds_to(course.until(middle), course.progress(middle)) <= seconds:
+            least = middle
+        else:
+            most = middle
+    return least
+
+
+def _steps_to(course: Course, loss: float) -> tuple[float, str]:
+    seen = [stretch for stretch in course.stretches if math.isfinite(stretch.loss)]
+    if not seen:
+        raise InvalidInputError(
+            "a loss was named as the horizon, and the run showed none.", remedy="samples=N or hours=H instead"
+        )
+    before = 0
+    for point in seen:
+        if point.loss <= loss:
+            middle = (before + point.step) / 2
+            return middle, f"until a loss of {loss:g}, which was reached by step {point.step:,}"
+        before = point.step
+    late: Sequence[Stretch] = seen[len(seen) // 2 :] if len(seen) > 3 else seen
+    slope = 0.0
+    if len(late) > 1 and loss > 0:
+        slope = linear_regression([math.log(p.step) for p in late], [math.log(max(p.loss, 1e-30)) for p in late]).slope
+    lowest = min(point.loss for point in seen)
+    if slope >= 0 or loss <= 0:
+        raise InvalidInputError(
+            f"the loss does not fall towards {loss:g}: it was {figure_of(seen[0].loss)} at first and "
+            f"{figure_of(seen[-1].loss)} at the end of {counted(course.steps, 'step')}.",
+            remedy="samples=N or hours=H instead, or more steps",
+        )
+    times = math.exp(math.log(loss / late[-1].loss) / slope) if late[-1].loss > loss else 1.0
+    if times > _FARTHEST:
+        raise InvalidInputError(
+            f"a loss of {loss:g} is not in sight: {counted(course.steps, 'step')} came to {figure_of(lowest)}, and by "
+            f"their trend it takes more than {_FARTHEST:,} times as many.",
+            remedy="samples=N or hours=H instead, or more steps",
+        )
+    steps = course.steps * times
+    return steps, f"until a loss of {loss:g}, about {figure(steps)} steps away by the trend of those trained"
+
+
+def figure_of(loss: float) -> str:
+    """Write a loss with four digits."""
+    return f"{loss:.4g}"

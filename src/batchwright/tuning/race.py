@@ -1,0 +1,244 @@
+"""The recommended batch against half and double of it, by training: from the same weights, for the same time.
+
+Time is counted, not clocked: the steps that the measured step times allow. So a busy machine decides nothing.
+
+Promises:
+- all batches of a seed begin at the same weights and are judged on the same samples;
+- a batch that has reached the loss of the middle one ends there; how much sooner it was is read off the two curves;
+- seeds are added until it is clear: until every rival is ahead, behind or within 5 % with 95 % confidence, or there are
+  no more seeds;
+- only a rival that is clearly ahead replaces the middle batch; then the race is run around that one, twice at most;
+- a race that nobody wins says so, and leaves the recommendation as it was.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from batchwright.device.device import open_device
+from batchwright.errors import BatchwrightError, InvalidInputError
+from batchwright.noise.interval import student_t
+from batchwright.noise.measure_critical_batch import BranchRequest, SeedBranches, steps_to
+from batchwright.planning.critical_batch import Range
+from batchwright.planning.plan import plan
+from batchwright.planning.time_to_loss import StepSeconds
+from batchwright.state.untouched import untouched
+from batchwright.tuning.recommendation import Choice, choose, pick_critical, plan_horizon, recommend_rate
+from batchwright.units import LARGEST_COUNT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from batchwright.planning.horizon import Horizon
+    from batchwright.tuning.run_file import Measured, Section
+    from batchwright.tuning.tune import TuneRequest
+    from batchwright.workload import Workload
+
+_SEEDS, _LEAST_SEEDS = 5, 2
+_MOST_MOVES = 2
+# A race goes to the horizon, or so many times as long as what was trained to measure.
+_LONGEST = 4
+# As long as a batch takes that is as good.
+_AS_GOOD = math.log(1.05)
+_EVALUATE_SAMPLES = 256
+# A batch that makes no progress counts as so many times slower.
+_NO_PROGRESS = math.log(100)
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A batch that was raced against the middle one."""
+
+    batch: int
+    learning_rate_factor: float
+    """Of the workload's own rate."""
+    time_ratio: Range
+    """Its time to the same loss over that of the middle batch, with its 95 % interval over seeds."""
+
+    @property
+    def position(self) -> str:
+        """Whether it is clearly ahead, clearly behind, as good, or none of these."""
+        if self.time_ratio.high < 1:
+            return "ahead"
+        if self.time_ratio.low > 1:
+            return "behind"
+        is_close = max(-math.log(self.time_ratio.low), math.log(self.time_ratio.high)) < _AS_GOOD
+        return "as good" if is_close else "open"
+
+
+@dataclass(frozen=True)
+class Race:
+    """Which batch won, and by how much."""
+
+    winner: int
+    """The middle batch of the last round, unless a rival was clearly ahead of it."""
+    middle: int
+    rivals: tuple[Rival, ...]
+    """Those of the last round."""
+    seeds: int
+    seconds: float
+    """Counted, that each batch was trained for."""
+    raced: tuple[int, ...]
+    """All batches of all rounds."""
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether no rival may still be the better one by more than 5 %."""
+        return all(rival.position != "open" for rival in self.rivals)
+
+    @property
+    def summary(self) -> str:
+        """Who won, by how much and how sure."""
+        ratios = ", ".join(f"{rival.batch:,} takes {rival.time_ratio} times as long" for rival in self.rivals)
+        seeds = f"{self.seeds} seeds of {self.seconds:.3g} counted seconds"
+        if self.winner != self.middle:
+            return f"{self.winner:,} was ahead of {self.middle:,} in a race: {ratios} ({seeds})"
+        if self.is_clear:
+            return f"no batch was ahead of {self.middle:,} in a race: {ratios} ({seeds})"
+        return f"nobody won the race around {self.middle:,}, which stays: {ratios} ({seeds}); a longer one may tell"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data: the section `race` of a run."""
+        rivals = [{**asdict(rival), "position": rival.position} for rival in self.rivals]
+        clear = {"is_clear": self.is_clear, "summary": self.summary}
+        return {"schema": 1, "source": "measured", **asdict(self), "rivals": rivals, **clear}
+
+
+def race(
+    workload: Workload,
+    middle: int,
+    step: StepSeconds,
+    *,
+    seconds: float,
+    factor_of: Callable[[int], float],
+    whole: Callable[[float], int],
+    most: int,
+    largest: int | None,
+    on: str,
+    shape: Mapping[str, Any] | None = None,
+    first_seed: int = 0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Race:
+    """Race a batch against half and double of it, and the winner against its own, until the middle one stays.
+
+    - `seconds`: how long each trains, by `step`.
+    - `factor_of`: the learning rate of a batch, in factors of the workload's own.
+    - `whole`: the batch nearest to a size that can be run; `most`: the largest; `largest`: the largest micro-batch.
+    """
+    device = open_device(on).torch_device
+    with untouched(workload, accelerator=None if device.type == "cpu" else device):
+        runs = [
+            SeedBranches(workload, device, shape or {}, seed, _EVALUATE_SAMPLES, 0, largest)
+            for seed in range(first_seed, first_seed + _SEEDS)
+        ]
+
+        def request(batch: int, target: float | None = None) -> BranchRequest:
+            steps = max(round(seconds / step.at(batch)), 1)
+            return BranchRequest(batch, steps, steps, factor_of(batch), target=target)
+
+        def log_ratios(run: SeedBranches, centre: int, others: Sequence[int]) -> list[float]:
+            own = run.train(request(centre), first_batch=centre)
+            goal = min(loss for _, loss in own)
+            if not math.isfinite(goal):
+                raise BatchwrightError(f"the held-out loss of batch {centre:,} is no number: there is nothing to race.")
+            return [
+                _log_ratio(own, step.at(centre), run.train(request(other, goal), first_batch=centre), step.at(other))
+                for other in others
+            ]
+
+        raced = [middle]
+        for _ in range(_MOST_MOVES + 1):
+            others = sorted({min(whole(middle * 2), most), max(whole(middle / 2), 1)} - {middle})
+            raced += [other for other in others if other not in raced]
+            rows: list[list[float]] = []
+            rivals: tuple[Rival, ...] = ()
+            for run in runs:
+                progress(f"racing {', '.join(map(str, (middle, *others)))}: seed {len(rows) + 1} of at most {_SEEDS}")
+                rows.append(log_ratios(run, middle, others))
+                rivals = tuple(
+                    Rival(other, factor_of(other), _range([row[place] for row in rows]))
+                    for place, other in enumerate(others)
+                )
+                if len(rows) >= _LEAST_SEEDS and all(rival.position != "open" for rival in rivals):
+                    break
+            ahead = [rival for rival in rivals if rival.position == "ahead"]
+            result = Race(middle, middle, rivals, len(rows), seconds, tuple(raced))
+            if not ahead:
+                return result
+            winner = min(ahead, key=lambda rival: rival.time_ratio.value).batch
+            result, middle = replace(result, winner=winner), winner
+        return result
+
+
+def race_batches(work: Workload, measured: Measured, request: TuneRequest, say: Callable[[str], None]) -> Section:
+    """Race the batch that is recommended so far, as the stage `race` of a run."""
+    times = measured.times
+    if times is None:
+        raise InvalidInputError("a race counts the time of steps, which was not measured.")
+    horizon, _ = plan_horizon(measured, request)
+    used = pick_critical(measured, horizon)
+    choice = choose(measured, used, devices=request.devices, effective_batch=None)
+    split, devices, samples = choice.plan, request.devices, measured.samples
+    step = StepSeconds(times, devices, split.max_micro_batch)
+
+    def whole(size: float) -> int:
+        wanted = max(round(size), 1)
+        return plan(wanted, micro_batch=split.max_micro_batch, devices=devices, samples=samples).effective_batch
+
+    def factor_of(batch: int) -> float:
+        rate = recommend_rate(measured, choice, batch)
+        return 1.0 if rate is None else rate.factor
+
+    return race(
+        work,
+        split.effective_batch,
+        step,
+        seconds=_steps_to_race(measured, choice, horizon, request.steps) * step.at(split.effective_batch),
+        factor_of=factor_of,
+        whole=whole,
+        most=samples or LARGEST_COUNT,
+        largest=measured.micro_batch,
+        on=request.on,
+        shape=request.shape or None,
+        first_seed=request.seed,
+        progress=say,
+    ).to_dict()
+
+
+def _steps_to_race(measured: Measured, choice: Choice, horizon: Horizon | None, steps: int) -> float:
+    """Return how many steps of the recommended batch are raced: to the horizon, if that is not too far."""
+    course = None if measured.noise is None else measured.noise.course
+    if course is None or horizon is None or choice.likely is None:
+        return steps
+    noise = choice.likely.curve.critical / choice.plan.effective_batch
+    return min(course.progress(horizon.steps) * (1 + noise), _LONGEST * steps)
+
+
+def _log_ratio(
+    own: Sequence[tuple[int, float]], own_step: float, other: Sequence[tuple[int, float]], other_step: float
+) -> float:
+    """Return the log of the other's time to the same loss over one's own: to the loss that both have reached.
+
+    >>> falls = [(step, 10.0 - step) for step in range(10)]
+    >>> math.exp(_log_ratio(falls, 1.0, [(step, 10.0 - 2 * step) for step in range(5)], 1.0))
+    0.5
+    """
+    lowest, others = (
+        min((loss for _, loss in curve if math.isfinite(loss)), default=math.inf) for curve in (own, other)
+    )
+    goal = max(lowest, others)
+    mine, theirs = steps_to(goal, own), steps_to(goal, other)
+    if not mine or not theirs:  # one of them has not come below its first loss
+        return _NO_PROGRESS * ((others > lowest) - (others < lowest))
+    return math.log(theirs * other_step / (mine * own_step))
+
+
+def _range(logs: Sequence[float]) -> Range:
+    middle = statistics.fmean(logs)
+    if len(logs) < _LEAST_SEEDS:
+        return Range(math.exp(middle), 0.0, math.inf)
+    reach = student_t(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return Range(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach))

@@ -1,0 +1,88 @@
+"""A race by training, in counted time: who wins, what is clear, and that a batch is only replaced by a better one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from batchwright.errors import BatchwrightError, InvalidInputError
+from batchwright.planning.critical_batch import Range
+from batchwright.planning.time_to_loss import StepSeconds
+from batchwright.planning.times import TimeModel
+from batchwright.tuning.race import Race, Rival, race
+from batchwright.tuning.recommendation import advise_run
+from batchwright.tuning.tune import TuneRequest, tune
+from tests.tuning.runs import by_hand, quick
+
+
+def raced(middle: int, times: TimeModel, *, steps: int = 60, **options: Any) -> Race:
+    step = StepSeconds(times)
+    return race(
+        options.pop("workload", quick()),
+        middle,
+        step,
+        seconds=steps * step.at(middle),
+        factor_of=lambda batch: 1.0,
+        whole=lambda size: max(round(size), 1),
+        most=options.pop("most", 4096),
+        largest=None,
+        on="cpu",
+        **options,
+    )
+
+
+def test_where_every_sample_costs_the_same_the_race_goes_down() -> None:
+    # At one learning rate a step of AdamW is as far whatever its batch: half the batch is there in half the time.
+    workload = quick(loss=lambda model, batch: (model(batch) - batch.sum(1, keepdim=True)).pow(2).mean())
+    found = raced(64, TimeModel(0.0, 0.001, 0.0), workload=workload)
+    assert found.winner == 8
+    assert found.raced == (64, 32, 128, 16, 8)
+    ahead, behind = found.rivals
+    assert (ahead.batch, ahead.position, behind.position) == (8, "ahead", "behind")
+    assert ahead.time_ratio.high < 1 < behind.time_ratio.low
+    assert "8 was ahead of 16 in a race" in found.summary
+    assert found.seeds < 5  # clear before the last
+
+
+def test_where_the_batch_costs_nothing_a_smaller_one_does_not_win() -> None:
+    found = raced(64, TimeModel(0.01, 0.0, 0.0), steps=20, most=64)
+    assert found.winner == 64
+    assert [rival.batch for rival in found.rivals] == [32]
+
+
+def test_a_race_that_nobody_wins_says_so() -> None:
+    found = Race(64, 64, (Rival(32, 1.0, Range(0.9, 0.5, 1.6)), Rival(128, 1.0, Range(2.0, 1.5, 2.5))), 5, 10.0, (64,))
+    assert not found.is_clear
+    assert "nobody won the race around 64, which stays" in found.summary
+    close = Race(64, 64, (Rival(32, 1.0, Range(1.0, 0.97, 1.03)),), 3, 10.0, (64, 32))
+    assert close.is_clear
+    assert "no batch was ahead of 64" in close.summary
+
+
+def test_a_loss_that_is_no_number_has_no_race() -> None:
+    workload = quick(loss=lambda model, batch: model(batch).sum() * math.nan)
+    with pytest.raises(BatchwrightError, match="there is nothing to race"):
+        raced(8, TimeModel(0.01, 0.001, 0.0), steps=2, workload=workload)
+
+
+def test_the_winner_is_recommended_and_the_reason_is_the_race() -> None:
+    section = {"winner": 48, "middle": 96, "is_clear": True, "summary": "48 was ahead of 96 in a race: ..."}
+    run = by_hand(race=section)
+    advise_run(run, TuneRequest(race=True))
+    advice = run["recommendation"]
+    assert advice["effective_batch"] == 48
+    assert "48 was ahead of 96 in a race" in advice["reasons"][0]
+
+
+def test_tune_races_where_asked_for() -> None:
+    run = tune(quick(), limit=32, steps=20, skip=("estimate", "audit"), race=True).run
+    assert run["race"]["winner"] == run["recommendation"]["effective_batch"]
+    assert run["workload"]["command"] is None
+    assert TuneRequest(race=True).command("train.py:workload").endswith("train.py:workload --race")
+
+
+def test_a_batch_that_is_to_be_kept_is_not_raced() -> None:
+    with pytest.raises(InvalidInputError, match="a race finds the effective batch"):
+        TuneRequest(race=True, effective_batch=64)
