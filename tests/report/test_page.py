@@ -257,3 +257,16 @@ def test_a_name_does_not_turn_the_words_after_it_around() -> None:
 )
 def test_the_verdict_of_an_audit_says_what_was_compared(audit: dict[str, object], words: str) -> None:
     assert words in draw_page({"audit": audit})
+
+
+def test_the_batches_that_were_raced_stand_beside_the_curve_and_the_lead_says_until_where() -> None:
+    run = sample()
+    middle = run["recommendation"]["effective_batch"]
+    ratio = {"value": 1.31, "low": 1.1, "high": 1.56}
+    run["race"] = {"winner": middle, "middle": middle, "rivals": [{"batch": 2 * middle, "time_ratio": ratio}]}
+    run["recommendation"]["horizon"] = {"words": "until 64,000 samples"}
+    text = Reader(draw_page(run)).text
+    assert f"raced, batch {2 * middle}" in text
+    assert "raced against the one in the middle" in text
+    assert "reaches the loss soonest (until 64,000 samples)" in text
+    assert "raced, batch" not in Reader(draw_page(sample())).text

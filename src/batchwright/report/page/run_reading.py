@@ -7,6 +7,7 @@ Promises:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -272,6 +273,23 @@ def times_to_target(run: Data) -> tuple[Point, ...]:
             low, high = _positive(row, "low"), _positive(row, "high")
             rows.append(Point(batch, ratio, min(low or ratio, ratio), max(high or ratio, ratio)))
     return tuple(sorted(rows, key=lambda row: row.batch))
+
+
+def raced(run: Data) -> tuple[Point, ...]:
+    """Read the batches of a race, with their time as a multiple of the soonest: the middle one lies on the curve."""
+    record, curve = section_of(run, "race"), times_to_target(run)
+    middle = _positive(record or {}, "middle")
+    if middle is None or not curve:
+        return ()
+    near = min(curve, key=lambda point: abs(math.log(point.batch / middle)))
+    points = [Point(middle, near.value, near.value, near.value)]
+    for row in rows_in(record, "rivals"):
+        ratio, batch = mapping_in(row, "time_ratio"), _positive(row, "batch")
+        value, low = _positive(ratio, "value"), _positive(ratio, "low")
+        if batch is not None and value is not None and low is not None:
+            high = _positive(ratio, "high") or value
+            points.append(Point(batch, near.value * value, near.value * low, near.value * high))
+    return tuple(sorted(points, key=lambda point: point.batch))
 
 
 def good_range(run: Data) -> tuple[float, float] | None:

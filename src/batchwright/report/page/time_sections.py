@@ -37,6 +37,7 @@ from batchwright.report.page.run_reading import (
     mapping_in,
     moments,
     number_in,
+    raced,
     rows_in,
     section_of,
     speeds,
@@ -124,16 +125,23 @@ def draw_time(record: Data, run: Data) -> list[str]:
         ("line predicted", "time to the same loss (predicted from both measurements)"),
         ("band predicted", "where it lies with a chance of 80\N{NO-BREAK SPACE}%"),
     ]
+    race = raced(run)
+    entries += (
+        [("point measured", "raced against the one in the middle, 95\N{NO-BREAK SPACE}%")] if race else []
+    )
     entries += [("range measured", "within 5\N{NO-BREAK SPACE}% of the soonest")] if ends else []
-    chart = at_both_widths(partial(_time_chart, shown, chosen, ends))
+    chart = at_both_widths(partial(_time_chart, shown, race, chosen, ends))
     return [_time_lead(record, ends), chart, legend(*entries)]
 
 
 def _time_lead(record: Data, ends: tuple[float, float] | None) -> Html:
+    """Say which batch is soonest, until where, and what is as good."""
     soonest = number_in(record, "best_effective_batch")
     pieces: list[str] = []
     if soonest is not None:
         pieces += ["A batch of ", figure_with(figures.count(soonest), "predicted"), " reaches the loss soonest"]
+        until = text_in(record, "horizon", "words")
+        pieces += [f" ({until})"] if until else []
     if ends is not None:
         text = " to ".join(figures.count(end) for end in ends)
         pieces += [
@@ -145,12 +153,16 @@ def _time_lead(record: Data, ends: tuple[float, float] | None) -> Html:
 
 
 def _time_chart(
-    shown: tuple[Point, ...], chosen: float | None, ends: tuple[float, float] | None, width: float
+    shown: tuple[Point, ...],
+    race: tuple[Point, ...],
+    chosen: float | None,
+    ends: tuple[float, float] | None,
+    width: float,
 ) -> Chart:
     height, top, bottom = 326.0, 74.0, 276.0
-    most = max(max(row.value for row in shown) * 1.3, 1.6)
-    up = Scale(min(0.94, *(row.value for row in shown)), most, bottom, top, is_log=True)
-    batches = [row.batch for row in shown] + ([chosen] if chosen and chosen > 0 else [])
+    most = max(max(row.value for row in (*shown, *race)) * 1.3, 1.6)
+    up = Scale(min(0.94, *(row.value for row in (*shown, *race))), most, bottom, top, is_log=True)
+    batches = [row.batch for row in (*shown, *race)] + ([chosen] if chosen and chosen > 0 else [])
     across = Scale(min(batches) / 1.1, max(batches) * 1.1, 54, width - 14, is_log=True)
     chart = Chart(
         width, height, label="Time to the same loss against the effective batch, as a multiple of the soonest"
@@ -172,6 +184,11 @@ def _time_chart(
     chart.line(places, "line predicted", is_kept_free=True)
     for row, at in zip(shown, places, strict=True):
         chart.dot(at, "point predicted", f"batch {figures.count(row.batch)}: {figures.ratio(row.value)} times", 2.5)
+    for row in race:
+        x, low, high = across(row.batch), up(max(row.low, up.low)), up(min(row.high, up.high))
+        chart.line([(x, low), (x, high)], "whisker measured")
+        words = f"raced, batch {figures.count(row.batch)}: {figures.ratio(row.value)} times"
+        chart.dot((x, up(row.value)), "point measured", words)
     if chosen is not None and chosen > 0:
         x = across(chosen)
         chart.line([(x, top - 6), (x, bottom)], "chosen")
