@@ -26,8 +26,10 @@ import torch
 from recommendation_grid import RATES, SEEDS, curve_of, mean_of, smoothed_loss, steps_to, torch_optimizers
 from recommendation_tasks import FOR_CONSTANTS, JUDGED, loss_of
 
+from batchwright.noise.noise_result import judge
 from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.planning.times import TimeModel
+from batchwright.tuning.race import race_batches
 from batchwright.tuning.recommendation import advise_run
 from batchwright.tuning.run_file import Measured, is_done
 from batchwright.tuning.stages import train_branches
@@ -135,6 +137,13 @@ class Grid:
     losses: dict[str, float]
     tunings: dict[int, Tuning]
 
+    def steps_at(self, name: str, batch: int, exponent: int) -> float | None:
+        """Return the steps at one rate, infinite if it did not get there; None if it was not tried."""
+        curve = self.tunings[batch].curves.get(exponent)
+        if curve is None:
+            return None
+        return steps_to(self.losses[name], curve[0], mean_of(curve[1])) or math.inf
+
     def best(self, name: str, batch: int, seeds: Sequence[int] = range(SEEDS)) -> tuple[int, float]:
         """Return the exponent of the best rate, and the steps, to the late or the early loss."""
         return self.tunings[batch].best(self.losses[name], seeds)
@@ -193,7 +202,7 @@ def print_grid(task: Task, grid: Grid) -> None:
 COSTS = (16, 128, 1024)
 """What a step costs whatever its batch, in samples."""
 BRANCHES = (32, 128, 512)
-WAYS = ("noise scale", "branches", "the grid's own", "always 32")
+WAYS = ("noise scale", "branches", "race", "the grid's own", "always 32")
 SHARE = 4
 """tune trains such a part of the run to measure the noise scale."""
 
@@ -316,6 +325,40 @@ def fitted_critical(grid: Grid, name: str) -> float:
     return min((10 ** (place / 100) for place in range(500)), key=error)
 
 
+def tuned_rate(task: Task, grid: Grid, name: str, batch: float) -> float:
+    """Return the best rate at a batch: the lowest point of a parabola through three rates, read off between batches."""
+
+    def exponent_at(size: int) -> float:
+        best, steps = grid.best(name, size)
+        sides = [grid.steps_at(name, size, best + side) for side in (-1, 1)]
+        if None in sides or not all(math.isfinite(side or math.inf) for side in sides):
+            return best
+        left, middle, right = math.log(sides[0] or 1), math.log(steps), math.log(sides[1] or 1)
+        bend = left - 2 * middle + right
+        return best + min(max((left - right) / (2 * bend), -0.5), 0.5) if bend > 0 else best
+
+    inside = min(max(batch, GRID[0]), GRID[-1])
+    below, above = max(size for size in GRID if size <= inside), min(size for size in GRID if size >= inside)
+    share = 0.0 if above == below else math.log(inside / below) / math.log(above / below)
+    exponent = (1 - share) * exponent_at(below) + share * exponent_at(above)
+    return float(task.first_rate * 2 ** (exponent / 2))
+
+
+def race_at(task: Task, name: str, cost: int, grid: Grid, cache: Cache) -> dict[str, Any]:
+    """Return the recommendation of tune with --race at a cost of steps."""
+    told = counted_cost(measure(task, name, grid, cache, with_branches=False), cost)
+    request = request_of(task, name, with_branches=False, with_race=True)
+    workload = workload_of(task, rate_of(task, grid.best(name, DEFAULT)[0]))
+
+    def run() -> Any:
+        return race_batches(workload, Measured.read(told), request, lambda text: None)
+
+    told["race"] = cache.get(f"race to the {name} loss, cost {cost}", run)
+    advise_run(told, request)
+    recommendation: dict[str, Any] = told["recommendation"]
+    return recommendation
+
+
 def judge_task(task: Task, grid: Grid, asked: Cache, ways: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
     for name in grid.losses:
@@ -328,13 +371,23 @@ def judge_task(task: Task, grid: Grid, asked: Cache, ways: Sequence[str]) -> lis
                 elif way == "always 32":
                     row["batch"] = DEFAULT
                 else:
-                    run = measure(task, name, grid, asked, with_branches=way == "branches")
-                    said = advise(run, task, name, cost)
+                    if way == "race":
+                        said = race_at(task, name, cost, grid, asked)
+                    else:
+                        run = measure(task, name, grid, asked, with_branches=way == "branches")
+                        said = advise(run, task, name, cost)
                     row["batch"] = said["effective_batch"]
                     row["said"] = (
                         said["critical_batch"] and CriticalBatch.from_dict(said["critical_batch"]).likely().value
                     )
                     row["raw"] = said["critical_batch"] and said["critical_batch"]["value"]
+                    if said["learning_rate"]:
+                        row["rate"] = said["learning_rate"]["recommended"] / tuned_rate(task, grid, name, row["batch"])
+                    if said["critical_batch"] and cost == COSTS[0]:
+                        verdict = judge(CriticalBatch.from_dict(said["critical_batch"]), DEFAULT)
+                        saved = 1 - grid.best(name, 2 * DEFAULT)[1] / grid.best(name, DEFAULT)[1]
+                        saves = verdict.doubling_saves
+                        row["saves"] = [saved, saves.low, saves.high]
                     row["range"] = said["range_within_5_percent"]
                     if row["range"]:
                         row["ends"] = [
@@ -347,16 +400,23 @@ def judge_task(task: Task, grid: Grid, asked: Cache, ways: Sequence[str]) -> lis
 
 
 def print_judgement(rows: Sequence[dict[str, Any]]) -> None:
-    print("\n| to the | way | settings | within 5 % | within 10 % | worst | ranges | both ends within 5 % |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "\n| to the | way | settings | within 5 % | within 10 % | worst | ranges | both ends within 5 % "
+        "| rate within 1.5 | a doubling saves |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for name in ("late", "early"):
         for way in dict.fromkeys(row["way"] for row in rows):
             of = [row for row in rows if row["loss"] == name and row["way"] == way]
             within = [sum(row["ratio"] <= limit for row in of) / len(of) for limit in (1.05, 1.1)]
             ranges = [row["ends"] for row in of if row.get("range")]
+            rates = [abs(math.log(row["rate"])) for row in of if "rate" in row]
+            rate = f"{sum(off <= math.log(1.5) for off in rates) / len(rates):.0%}" if rates else "-"
+            saves = [row["saves"] for row in of if "saves" in row]
+            inside = f"{sum(low <= saved <= high for saved, low, high in saves) / len(saves):.0%}" if saves else "-"
             good = f"{sum(max(ends) <= 1.05 for ends in ranges) / len(ranges):.0%}" if ranges else "-"
             worst = max(row["ratio"] for row in of)
-            told = f"{within[0]:.0%} | {within[1]:.0%} | {worst:.2f} | {len(ranges)} | {good}"
+            told = f"{within[0]:.0%} | {within[1]:.0%} | {worst:.2f} | {len(ranges)} | {good} | {rate} | {inside}"
             print(f"| {name} | {way} | {len(of)} | {told} |")
 
 
@@ -364,6 +424,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("grid", "judge", "rows"))
     parser.add_argument("--tasks", nargs="+", default=["JUDGED"])
+    parser.add_argument("--ways", nargs="+", default=[way for way in WAYS if way != "race"], choices=WAYS)
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "batchwright-recommendation"))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -377,7 +438,7 @@ def main() -> int:
         print_grid(task, grid)
         if options.what != "grid":
             asked = Cache(options.cache / f"{task.name}.asked.jsonl")
-            rows += judge_task(task, grid, asked, WAYS)
+            rows += judge_task(task, grid, asked, options.ways)
     for row in rows if options.what == "rows" else ():
         print(json.dumps(row))
     if rows:

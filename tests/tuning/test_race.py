@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.planning.critical_batch import Range
@@ -34,29 +35,33 @@ def raced(middle: int, times: TimeModel, *, steps: int = 60, **options: Any) -> 
 
 
 def test_where_every_sample_costs_the_same_the_race_goes_down() -> None:
-    # At one learning rate a step of AdamW is as far whatever its batch: half the batch is there in half the time.
+    # Without noise a step is as far whatever its batch: half the batch is there in half the time.
     workload = quick(loss=lambda model, batch: (model(batch) - batch.sum(1, keepdim=True)).pow(2).mean())
     found = raced(64, TimeModel(0.0, 0.001, 0.0), workload=workload)
-    assert found.winner == 8
-    assert found.raced == (64, 32, 128, 16, 8)
-    ahead, behind = found.rivals
-    assert (ahead.batch, ahead.position, behind.position) == (8, "ahead", "behind")
-    assert ahead.time_ratio.high < 1 < behind.time_ratio.low
-    assert "8 was ahead of 16 in a race" in found.summary
-    assert found.seeds < 5  # clear before the last
+    assert found.winner <= 16
+    assert found.raced[:4] == (64, 32, 128, 16)
+    behind = found.rivals[-1]
+    assert behind.position == "behind"
+    assert behind.time_ratio.low > 1
 
 
-def test_where_the_batch_costs_nothing_a_smaller_one_does_not_win() -> None:
-    found = raced(64, TimeModel(0.01, 0.0, 0.0), steps=20, most=64)
-    assert found.winner == 64
-    assert [rival.batch for rival in found.rivals] == [32]
+def test_where_the_batch_costs_nothing_the_race_goes_up_as_far_as_it_may() -> None:
+    workload = quick(
+        loss=lambda model, batch: (model(batch) - batch.sum(1, keepdim=True)).pow(2).mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.05),
+    )
+    found = raced(2, TimeModel(0.01, 0.0, 0.0), most=16, workload=workload, steps=100)
+    assert found.winner >= 8
+    assert found.raced[:4] == (2, 1, 4, 8)
 
 
 def test_a_race_that_nobody_wins_says_so() -> None:
-    found = Race(64, 64, (Rival(32, 1.0, Range(0.9, 0.5, 1.6)), Rival(128, 1.0, Range(2.0, 1.5, 2.5))), 5, 10.0, (64,))
+    found = Race(
+        64, 1.0, 64, (Rival(32, 1.0, Range(0.9, 0.5, 1.6)), Rival(128, 1.0, Range(2.0, 1.5, 2.5))), 5, 10.0, (64,)
+    )
     assert not found.is_clear
     assert "nobody won the race around 64, which stays" in found.summary
-    close = Race(64, 64, (Rival(32, 1.0, Range(1.0, 0.97, 1.03)),), 3, 10.0, (64, 32))
+    close = Race(64, 1.0, 64, (Rival(32, 1.0, Range(1.0, 0.97, 1.03)),), 3, 10.0, (64, 32))
     assert close.is_clear
     assert "no batch was ahead of 64" in close.summary
 
@@ -68,12 +73,20 @@ def test_a_loss_that_is_no_number_has_no_race() -> None:
 
 
 def test_the_winner_is_recommended_and_the_reason_is_the_race() -> None:
-    section = {"winner": 48, "middle": 96, "is_clear": True, "summary": "48 was ahead of 96 in a race: ..."}
+    section = {
+        "winner": 48,
+        "learning_rate_factor": 0.5,
+        "middle": 96,
+        "is_clear": True,
+        "summary": "48 was ahead of 96 in a race: ...",
+    }
     run = by_hand(race=section)
     advise_run(run, TuneRequest(race=True))
     advice = run["recommendation"]
     assert advice["effective_batch"] == 48
     assert "48 was ahead of 96 in a race" in advice["reasons"][0]
+    assert advice["learning_rate"]["rule"] == "tuned by factors of the root of 2 in a race at batch 48"
+    assert advice["learning_rate"]["recommended"] == 3e-4 / 2
 
 
 def test_tune_races_where_asked_for() -> None:

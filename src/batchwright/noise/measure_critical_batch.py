@@ -413,7 +413,7 @@ def measure_critical_batch(
         tuned_on = runs[:_TUNED_ON]
         if first not in rates:
             factor = tune_factor(
-                1.0, lambda factor, least: sum(_no_progress(train(run, first, factor)) for run in tuned_on)
+                1.0, lambda factor, least: sum(lack_of_progress(train(run, first, factor)) for run in tuned_on)
             )
         base = [train(run, first, factor) for run in runs]
         # What every seed of the smallest batch comes down to.
@@ -432,7 +432,7 @@ def measure_critical_batch(
                 def steps_at(factor: float, least: float, size: int = size) -> float:
                     total = 0.0
                     for run in tuned_on:
-                        total += _score(target, train(run, size, factor, target, within=least - total))
+                        total += steps_or_more(target, train(run, size, factor, target, within=least - total))
                         if total >= least:
                             break
                     return total
@@ -477,13 +477,13 @@ def tune_factor(guess: float, cost_of: Callable[[float, float], float]) -> float
     return best
 
 
-def _score(target: float, curve: list[tuple[int, float]]) -> float:
+def steps_or_more(target: float, curve: Sequence[tuple[int, float]]) -> float:
     """The steps to the target; if it was not reached, more than any that did, the less progress the more."""
     reached = steps_to(target, curve)
-    return 1e12 * _no_progress(curve) if reached is None else reached
+    return 1e12 * lack_of_progress(curve) if reached is None else reached
 
 
-def _no_progress(curve: list[tuple[int, float]]) -> float:
+def lack_of_progress(curve: Sequence[tuple[int, float]]) -> float:
     """The inverse of how far the loss came down: halved if it came down twice as far, however little that is."""
     decrease = curve[0][1] - min(loss for _, loss in curve)
     return 1 / decrease if decrease > 0 and math.isfinite(curve[-1][1]) else math.inf

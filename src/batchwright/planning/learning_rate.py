@@ -285,6 +285,24 @@ def rate_from_branches(rate: float, factors: Mapping[int, float], batch: int) ->
     )
 
 
+def rate_from_race(rate: float, factor: float, batch: int) -> RecommendedRate:
+    """Return the rate that was tuned for a batch in a race.
+
+    >>> rate_from_race(0.1, 2.0, 64).rule
+    'tuned by factors of the root of 2 in a race at batch 64'
+    """
+    return RecommendedRate(
+        source="measured",
+        now=rate,
+        at_batch=None,
+        factor=factor,
+        recommended=rate * factor,
+        low=rate * factor / _HALF_OF_A_FACTOR,
+        high=rate * factor * _HALF_OF_A_FACTOR,
+        rule=f"tuned by factors of the root of 2 in a race at batch {batch:,}",
+    )
+
+
 def rate_by_rule(
     rate: float, optimizer: str, before: float, after: float, critical: CriticalBatch
 ) -> RecommendedRate | None:

@@ -4,9 +4,10 @@ Time is counted, not clocked: the steps that the measured step times allow. So a
 
 Promises:
 - all batches of a seed begin at the same weights and are judged on the same samples;
+- the learning rate of each batch is tuned on the first seed, from the rule's on;
 - a batch that has reached the loss of the middle one ends there; how much sooner it was is read off the two curves;
-- seeds are added until it is clear: until every rival is ahead, behind or within 5 % with 95 % confidence, or there are
-  no more seeds;
+- seeds are added until it is clear: until every rival is ahead, behind or within 5 % with a chance of 80 %, or there
+  are no more seeds;
 - only a rival that is clearly ahead replaces the middle batch; then the race is run around that one, twice at most;
 - a race that nobody wins says so, and leaves the recommendation as it was.
 """
@@ -15,14 +16,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchwright.device.device import open_device
 from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.noise.interval import student_t
-from batchwright.noise.measure_critical_batch import BranchRequest, SeedBranches, steps_to
+from batchwright.noise.measure_critical_batch import (
+    BranchRequest,
+    SeedBranches,
+    lack_of_progress,
+    steps_or_more,
+    steps_to,
+    tune_factor,
+)
 from batchwright.planning.critical_batch import Range
+from batchwright.planning.likely_time import CHANCE
 from batchwright.planning.plan import plan
 from batchwright.planning.time_to_loss import StepSeconds
 from batchwright.state.untouched import untouched
@@ -41,9 +50,10 @@ _SEEDS, _LEAST_SEEDS = 5, 2
 _MOST_MOVES = 2
 # A race goes to the horizon, or so many times as long as what was trained to measure.
 _LONGEST = 4
+_LAST_LOOKS = 5
 # As long as a batch takes that is as good.
 _AS_GOOD = math.log(1.05)
-_EVALUATE_SAMPLES = 256
+_EVALUATE_SAMPLES = 512
 # A batch that makes no progress counts as so many times slower.
 _NO_PROGRESS = math.log(100)
 
@@ -56,7 +66,7 @@ class Rival:
     learning_rate_factor: float
     """Of the workload's own rate."""
     time_ratio: Range
-    """Its time to the same loss over that of the middle batch, with its 95 % interval over seeds."""
+    """Its time to the same loss over that of the middle batch, and what it lies within with a chance of 80 %."""
 
     @property
     def position(self) -> str:
@@ -75,6 +85,8 @@ class Race:
 
     winner: int
     """The middle batch of the last round, unless a rival was clearly ahead of it."""
+    learning_rate_factor: float
+    """The winner's, of the workload's own rate."""
     middle: int
     rivals: tuple[Rival, ...]
     """Those of the last round."""
@@ -135,41 +147,74 @@ def race(
             for seed in range(first_seed, first_seed + _SEEDS)
         ]
 
-        def request(batch: int, target: float | None = None) -> BranchRequest:
-            steps = max(round(seconds / step.at(batch)), 1)
-            return BranchRequest(batch, steps, steps, factor_of(batch), target=target)
+        factors: dict[int, float] = {}
 
-        def log_ratios(run: SeedBranches, centre: int, others: Sequence[int]) -> list[float]:
-            own = run.train(request(centre), first_batch=centre)
-            goal = min(loss for _, loss in own)
+        def train(
+            run: SeedBranches,
+            batch: int,
+            goal: float | None = None,
+            *,
+            factor: float | None = None,
+            least: float = math.inf,
+        ) -> Sequence[tuple[int, float]]:
+            steps = max(round(seconds / step.at(batch)), 1)
+            most = min(steps, math.ceil(least)) if least < steps else steps
+            own = factors[batch] if factor is None else factor
+            return run.train(BranchRequest(batch, steps, most, own, target=goal), first_batch=middle)
+
+        def goal_of(run: SeedBranches, centre: int) -> float:
+            # Its least loss is luck; what it reached by the end, it and others reach again.
+            goal = statistics.median(loss for _, loss in train(run, centre)[-_LAST_LOOKS:])
             if not math.isfinite(goal):
                 raise BatchwrightError(f"the held-out loss of batch {centre:,} is no number: there is nothing to race.")
-            return [
-                _log_ratio(own, step.at(centre), run.train(request(other, goal), first_batch=centre), step.at(other))
-                for other in others
-            ]
+            return goal
+
+        def tune_rate(batch: int, centre: int) -> None:
+            """From the rule's step from the middle batch on."""
+            if batch in factors:
+                return
+            progress(f"racing {batch:,}: its learning rate")
+            guess = factor_of(batch) * (factors[centre] / factor_of(centre) if factors else 1.0)
+            if batch == centre:
+                factors[batch] = tune_factor(
+                    guess, lambda factor, least: lack_of_progress(train(runs[0], batch, factor=factor))
+                )
+                return
+            goal = goal_of(runs[0], centre)
+            factors[batch] = tune_factor(
+                guess,
+                lambda factor, least: steps_or_more(goal, train(runs[0], batch, goal, factor=factor, least=least)),
+            )
+
+        def log_ratios(run: SeedBranches, centre: int, others: Sequence[int]) -> list[float]:
+            own, goal = train(run, centre), goal_of(run, centre)
+            curves = [(train(run, other, goal), step.at(other)) for other in others]
+            return [_log_ratio(goal, own, step.at(centre), curve, seconds_each) for curve, seconds_each in curves]
 
         raced = [middle]
+        tune_rate(middle, middle)
         for _ in range(_MOST_MOVES + 1):
             others = sorted({min(whole(middle * 2), most), max(whole(middle / 2), 1)} - {middle})
             raced += [other for other in others if other not in raced]
+            for other in others:
+                tune_rate(other, middle)
             rows: list[list[float]] = []
             rivals: tuple[Rival, ...] = ()
             for run in runs:
                 progress(f"racing {', '.join(map(str, (middle, *others)))}: seed {len(rows) + 1} of at most {_SEEDS}")
                 rows.append(log_ratios(run, middle, others))
                 rivals = tuple(
-                    Rival(other, factor_of(other), _range([row[place] for row in rows]))
+                    Rival(other, factors[other], _range([row[place] for row in rows]))
                     for place, other in enumerate(others)
                 )
                 if len(rows) >= _LEAST_SEEDS and all(rival.position != "open" for rival in rivals):
                     break
             ahead = [rival for rival in rivals if rival.position == "ahead"]
-            result = Race(middle, middle, rivals, len(rows), seconds, tuple(raced))
-            if not ahead:
-                return result
-            winner = min(ahead, key=lambda rival: rival.time_ratio.value).batch
-            result, middle = replace(result, winner=winner), winner
+            winner = min(ahead, key=lambda rival: rival.time_ratio.value).batch if ahead else middle
+            result = Race(winner, factors[winner], middle, rivals, len(rows), seconds, tuple(raced))
+            if winner == middle:
+                break
+            middle = winner
         return result
 
 
@@ -218,18 +263,22 @@ def _steps_to_race(measured: Measured, choice: Choice, horizon: Horizon | None, 
 
 
 def _log_ratio(
-    own: Sequence[tuple[int, float]], own_step: float, other: Sequence[tuple[int, float]], other_step: float
+    goal: float,
+    own: Sequence[tuple[int, float]],
+    own_step: float,
+    other: Sequence[tuple[int, float]],
+    other_step: float,
 ) -> float:
-    """Return the log of the other's time to the same loss over one's own: to the loss that both have reached.
+    """Return the log of the other's time to a loss over one's own; if it has not got there, to the loss it has reached.
 
     >>> falls = [(step, 10.0 - step) for step in range(10)]
-    >>> math.exp(_log_ratio(falls, 1.0, [(step, 10.0 - 2 * step) for step in range(5)], 1.0))
+    >>> math.exp(_log_ratio(4.0, falls, 1.0, [(step, 10.0 - 2 * step) for step in range(5)], 1.0))
     0.5
     """
     lowest, others = (
         min((loss for _, loss in curve if math.isfinite(loss)), default=math.inf) for curve in (own, other)
     )
-    goal = max(lowest, others)
+    goal = max(goal, others)
     mine, theirs = steps_to(goal, own), steps_to(goal, other)
     if not mine or not theirs:  # one of them has not come below its first loss
         return _NO_PROGRESS * ((others > lowest) - (others < lowest))
@@ -240,5 +289,5 @@ def _range(logs: Sequence[float]) -> Range:
     middle = statistics.fmean(logs)
     if len(logs) < _LEAST_SEEDS:
         return Range(math.exp(middle), 0.0, math.inf)
-    reach = student_t(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    reach = student_t((1 + CHANCE) / 2, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     return Range(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach))

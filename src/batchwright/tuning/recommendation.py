@@ -18,7 +18,7 @@ from batchwright.errors import BatchwrightError, InvalidInputError, NotExpressib
 from batchwright.planning.critical_batch import CriticalBatch, figure, pooled
 from batchwright.planning.dialects import FRAMEWORKS
 from batchwright.planning.horizon import Horizon, find_horizon
-from batchwright.planning.learning_rate import RecommendedRate, rate_by_rule, rate_from_branches
+from batchwright.planning.learning_rate import RecommendedRate, rate_by_rule, rate_from_branches, rate_from_race
 from batchwright.planning.likely_time import CHANCE, LikelyTime
 from batchwright.planning.plan import Plan, plan
 from batchwright.planning.time_to_loss import StepSeconds, TimeToLoss
@@ -285,10 +285,12 @@ def trace_curve(choice: Choice) -> list[dict[str, float]]:
 
 
 def recommend_rate(measured: Measured, choice: Choice, batch: int) -> RecommendedRate | None:
-    """Return the learning rate for a batch, tuned by branches or by a rule; None if nothing tells it."""
+    """Return the learning rate for a batch, tuned by a race or branches or by a rule; None if nothing tells it."""
     workload = measured.workload
     if workload is None or workload.learning_rate is None:
         return None
+    if measured.race is not None and batch == measured.race.winner:
+        return rate_from_race(workload.learning_rate, measured.race.learning_rate_factor, batch)
     if measured.branches is not None and measured.branches.factors:
         return rate_from_branches(workload.learning_rate, measured.branches.factors, batch)
     if workload.optimizer is None or measured.noise is None or choice.critical is None:

@@ -65,7 +65,7 @@ _NEEDED: dict[str, Section] = {
         "critical_batch": _CRITICAL,
         "branches": [{"batch": int, "learning_rate_factor": _MAYBE, "mean_steps": _MAYBE}],
     },
-    "race": {"winner": int, "middle": int, "is_clear": bool, "summary": str},
+    "race": {"winner": int, "learning_rate_factor": _NUMBER, "middle": int, "is_clear": bool, "summary": str},
 }
 # Stages that are no command of their own, and may be missing in a run.
 _MAY_BE_MISSING = ("branches", "race")
@@ -345,6 +345,8 @@ class RaceSection:
     """Which batch won a race."""
 
     winner: int
+    learning_rate_factor: float
+    """The winner's, of the workload's own rate."""
     middle: int
     is_clear: bool
     summary: str
