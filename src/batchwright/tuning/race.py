@@ -25,7 +25,6 @@ from batchwright.noise.interval import student_t
 from batchwright.noise.measure_critical_batch import (
     BranchRequest,
     SeedBranches,
-    lack_of_progress,
     steps_or_more,
     steps_to,
     tune_factor,
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
 _SEEDS, _LEAST_SEEDS = 5, 2
 _MOST_MOVES = 2
-# A race goes to the horizon, or so many times as long as what was trained to measure.
+# A training goes to the horizon, or takes so many times as long as what was trained to measure.
 _LONGEST = 4
 _LAST_LOOKS = 5
 # As long as a batch takes that is as good.
@@ -160,7 +159,11 @@ def race(
             steps = max(round(seconds / step.at(batch)), 1)
             most = min(steps, math.ceil(least)) if least < steps else steps
             own = factors[batch] if factor is None else factor
-            return run.train(BranchRequest(batch, steps, most, own, target=goal), first_batch=middle)
+            request = BranchRequest(batch, steps, most, own, target=goal)
+            if run.known(request) is None:
+                to = "" if goal is None else f" to a loss of {goal:.4g}"
+                progress(f"seed {run.seed}: batch {batch:,}, learning rate x {own:.3g}, {steps:,} steps{to}")
+            return run.train(request, first_batch=middle)
 
         def goal_of(run: SeedBranches, centre: int) -> float:
             # Its least loss is luck; what it reached by the end, it and others reach again.
@@ -170,16 +173,12 @@ def race(
             return goal
 
         def tune_rate(batch: int, centre: int) -> None:
-            """From the rule's step from the middle batch on."""
+            """Tune the rate of a batch on the first seed, from what the rule makes of the middle batch's."""
             if batch in factors:
                 return
-            progress(f"racing {batch:,}: its learning rate")
             guess = factor_of(batch) * (factors[centre] / factor_of(centre) if factors else 1.0)
             if batch == centre:
-                factors[batch] = tune_factor(
-                    guess, lambda factor, least: lack_of_progress(train(runs[0], batch, factor=factor))
-                )
-                return
+                factors[batch] = guess
             goal = goal_of(runs[0], centre)
             factors[batch] = tune_factor(
                 guess,
@@ -201,7 +200,6 @@ def race(
             rows: list[list[float]] = []
             rivals: tuple[Rival, ...] = ()
             for run in runs:
-                progress(f"racing {', '.join(map(str, (middle, *others)))}: seed {len(rows) + 1} of at most {_SEEDS}")
                 rows.append(log_ratios(run, middle, others))
                 rivals = tuple(
                     Rival(other, factors[other], _range([row[place] for row in rows]))
@@ -241,7 +239,7 @@ def race_batches(work: Workload, measured: Measured, request: TuneRequest, say: 
         work,
         split.effective_batch,
         step,
-        seconds=_steps_to_race(measured, choice, horizon, request.steps) * step.at(split.effective_batch),
+        seconds=_seconds_to_race(measured, choice, horizon, request.steps, step),
         factor_of=factor_of,
         whole=whole,
         most=samples or LARGEST_COUNT,
@@ -253,13 +251,15 @@ def race_batches(work: Workload, measured: Measured, request: TuneRequest, say: 
     ).to_dict()
 
 
-def _steps_to_race(measured: Measured, choice: Choice, horizon: Horizon | None, steps: int) -> float:
-    """Return how many steps of the recommended batch are raced: to the horizon, if that is not too far."""
-    course = None if measured.noise is None else measured.noise.course
-    if course is None or horizon is None or choice.likely is None:
-        return steps
-    noise = choice.likely.curve.critical / choice.plan.effective_batch
-    return min(course.progress(horizon.steps) * (1 + noise), _LONGEST * steps)
+def _seconds_to_race(
+    measured: Measured, choice: Choice, horizon: Horizon | None, steps: int, step: StepSeconds
+) -> float:
+    """Return how long each training of a race takes: to the horizon, if that is not too far."""
+    batch = choice.plan.effective_batch
+    if measured.noise is None or measured.noise.course is None or horizon is None or choice.likely is None:
+        return steps * step.at(batch)
+    to_horizon = measured.noise.course.progress(horizon.steps) * (1 + choice.likely.curve.critical / batch)
+    return min(to_horizon * step.at(batch), _LONGEST * steps * step.at(measured.noise.effective_batch))
 
 
 def _log_ratio(
