@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # What the demo asks; benchmarks/tune_pays.py checks that the answer pays.
-DEMO := tune examples/char_gpt.py:workload --memory 64MiB --steps 120 --noise-batch 32 --branches 16,32,128
+DEMO := tune examples/char_gpt.py:workload --memory 64MiB --steps 120 --noise-batch 32
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help demo test types tests test-all test-floor test-newest format docs clean

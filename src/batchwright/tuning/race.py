@@ -166,10 +166,13 @@ def race(
             return run.train(request, first_batch=middle)
 
         def goal_of(run: SeedBranches, centre: int) -> float:
-            # Its least loss is luck; what it reached by the end, it and others reach again.
-            goal = statistics.median(loss for _, loss in train(run, centre)[-_LAST_LOOKS:])
-            if not math.isfinite(goal):
-                raise BatchwrightError(f"the held-out loss of batch {centre:,} is no number: there is nothing to race.")
+            curve = train(run, centre)
+            first, goal = curve[0][1], _loss_at_the_end(curve)
+            if not goal < first:
+                raise BatchwrightError(
+                    f"the loss of batch {centre:,} goes from {first:.4g} to {goal:.4g}: there is nothing to race.",
+                    remedy="a longer race (more steps), or a learning rate at which the loss falls",
+                )
             return goal
 
         def tune_rate(batch: int, centre: int) -> None:
@@ -178,7 +181,10 @@ def race(
                 return
             guess = factor_of(batch) * (factors[centre] / factor_of(centre) if factors else 1.0)
             if batch == centre:
-                factors[batch] = guess
+                factors[batch] = tune_factor(
+                    guess, lambda factor, least: _lack_of_progress(train(runs[0], batch, factor=factor))
+                )
+                return
             goal = goal_of(runs[0], centre)
             factors[batch] = tune_factor(
                 guess,
@@ -260,6 +266,16 @@ def _seconds_to_race(
         return steps * step.at(batch)
     to_horizon = measured.noise.course.progress(horizon.steps) * (1 + choice.likely.curve.critical / batch)
     return min(to_horizon * step.at(batch), _LONGEST * steps * step.at(measured.noise.effective_batch))
+
+
+def _loss_at_the_end(curve: Sequence[tuple[int, float]]) -> float:
+    """The least loss of a curve is luck; what it is at by the end, it reaches again, and so may others."""
+    return statistics.median(loss for _, loss in curve[-_LAST_LOOKS:])
+
+
+def _lack_of_progress(curve: Sequence[tuple[int, float]]) -> float:
+    decrease = curve[0][1] - _loss_at_the_end(curve)
+    return 1 / decrease if decrease > 0 else math.inf
 
 
 def _log_ratio(
