@@ -124,7 +124,8 @@ def test_without_a_range_it_says_how_likely_the_answer_is_as_good() -> None:
 def test_without_an_upper_end_there_is_none_for_the_answer() -> None:
     best = best_batch(measured(100, 400, math.inf, evidence="given"), TIMES)
     assert (best.low, best.high) == (57, None)
-    assert best.value == pytest.approx(113, rel=0.1)
+    assert best.value == pytest.approx(113, rel=0.15)
+    assert best.range_within_5_percent is None  # nothing says how large it may be
     assert mentions(best, "no evidence that a larger batch is too large; the answer rests on the estimate")
     assert "[57 or more]" in summarize_best_batch(best)
 

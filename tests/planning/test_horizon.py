@@ -105,7 +105,7 @@ class TestHorizons:
     def test_samples_are_counted_at_the_batch_that_was_trained(self) -> None:
         found = find_horizon(self.course, samples=64_000)
         assert (found.steps, found.times_trained) == (2000, 4)
-        assert found.words == "until 64,000 samples"
+        assert found.words == "as far as 64,000 samples go at 32 per step"
 
     def test_without_a_word_the_data_is_seen_once_or_ten_times_what_was_trained(self) -> None:
         assert find_horizon(self.course, data=100_000).samples == 100_000
@@ -122,7 +122,7 @@ class TestHorizons:
     def test_a_loss_ahead_is_carried_on_by_the_trend(self) -> None:
         found = find_horizon(self.course, until_loss=0.6)
         assert found.steps == pytest.approx((4.0 / 0.6) ** 4, rel=0.1)
-        assert "steps away by the trend" in found.words
+        assert "by the trend about" in found.words
 
     def test_a_loss_that_was_reached_ends_there(self) -> None:
         found = find_horizon(self.course, until_loss=1.2)

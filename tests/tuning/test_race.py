@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ def raced(middle: int, times: TimeModel, *, steps: int = 60, **options: Any) -> 
         middle,
         step,
         seconds=steps * step.at(middle),
+        reaches_horizon=True,
         factor_of=lambda batch: 1.0,
         whole=lambda size: max(round(size), 1),
         most=options.pop("most", 4096),
@@ -57,11 +59,19 @@ def test_where_the_batch_costs_nothing_the_race_goes_up_as_far_as_it_may() -> No
 
 def test_a_race_that_nobody_wins_says_so() -> None:
     found = Race(
-        64, 1.0, 64, (Rival(32, 1.0, Range(0.9, 0.5, 1.6)), Rival(128, 1.0, Range(2.0, 1.5, 2.5))), 5, 10.0, (64,)
+        64,
+        1.0,
+        64,
+        (Rival(32, 1.0, Range(0.9, 0.5, 1.6)), Rival(128, 1.0, Range(2.0, 1.5, 2.5))),
+        5,
+        10.0,
+        100,
+        True,
+        (64,),
     )
     assert not found.is_clear
     assert "nobody won the race around 64, which stays" in found.summary
-    close = Race(64, 1.0, 64, (Rival(32, 1.0, Range(1.0, 0.97, 1.03)),), 3, 10.0, (64, 32))
+    close = Race(64, 1.0, 64, (Rival(32, 1.0, Range(1.0, 0.97, 1.03)),), 3, 10.0, 100, True, (64, 32))
     assert close.is_clear
     assert "no batch was ahead of 64" in close.summary
 
@@ -72,27 +82,48 @@ def test_a_loss_that_is_no_number_has_no_race() -> None:
         raced(8, TimeModel(0.01, 0.001, 0.0), steps=2, workload=workload)
 
 
+WON = {
+    "winner": 48,
+    "learning_rate_factor": 0.5,
+    "as_good": [48, 96],
+    "reaches_horizon": True,
+    "summary": "48 was ahead of 96 in a race: ...",
+}
+
+
+def test_a_race_that_ended_before_the_horizon_is_told_and_decides_nothing() -> None:
+    short, without = by_hand(race={**WON, "reaches_horizon": False}), by_hand()
+    for run in (short, without):
+        advise_run(run, TuneRequest(race=True))
+    advice, plain = short["recommendation"], without["recommendation"]
+    assert advice["effective_batch"] == plain["effective_batch"]
+    assert advice["learning_rate"] == plain["learning_rate"]
+    assert any("ended before the horizon, and decides nothing: 48 was ahead" in note for note in advice["notes"])
+
+
 def test_the_winner_is_recommended_and_the_reason_is_the_race() -> None:
-    section = {
-        "winner": 48,
-        "learning_rate_factor": 0.5,
-        "middle": 96,
-        "is_clear": True,
-        "summary": "48 was ahead of 96 in a race: ...",
-    }
-    run = by_hand(race=section)
+    run = by_hand(race=WON)
     advise_run(run, TuneRequest(race=True))
     advice = run["recommendation"]
     assert advice["effective_batch"] == 48
+    assert advice["range_within_5_percent"] == [48, 96]
+    assert advice["best_effective_batch"] == 48
     assert "48 was ahead of 96 in a race" in advice["reasons"][0]
     assert advice["learning_rate"]["rule"] == "tuned by factors of the root of 2 in a race at batch 48"
     assert advice["learning_rate"]["recommended"] == 3e-4 / 2
 
 
-def test_tune_races_where_asked_for() -> None:
-    run = tune(quick(), limit=32, steps=20, skip=("estimate", "audit"), race=True).run
+def test_tune_races_where_asked_for_and_resumes_for_another_horizon(tmp_path: Path) -> None:
+    file, skip = tmp_path / "run.json", ("estimate", "audit")
+    run = tune(quick(), limit=32, steps=20, skip=skip, race=True, samples=1280, file=file).run
+    assert run["race"]["reaches_horizon"]
     assert run["race"]["winner"] == run["recommendation"]["effective_batch"]
     assert run["workload"]["command"] is None
+    later = tune(quick(), limit=32, steps=20, skip=skip, samples=128_000, file=file, resume=True).run
+    assert later["race"]["skipped"] == "not asked for"
+    assert later["noise"] == run["noise"]
+    assert later["recommendation"]["horizon"]["samples"] == 128_000
+    assert later["workload"]["horizon"]["samples"] == 128_000
     assert TuneRequest(race=True).command("train.py:workload").endswith("train.py:workload --race")
 
 

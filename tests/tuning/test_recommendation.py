@@ -74,10 +74,10 @@ def test_the_critical_batch_is_carried_on_to_the_horizon_and_the_answer_says_unt
     noise = {"critical_batch": CRITICAL, "effective_batch": 64, "course": course()}
     near, far = (advised(by_hand(noise=noise), samples=samples) for samples in (25_600, 25_600_000))
     assert near["horizon"]["times_trained"] == 1
-    assert far["horizon"]["words"] == "until 25,600,000 samples"
+    assert far["horizon"]["words"] == "as far as 25,600,000 samples go at 64 per step"
     assert far["critical_batch"]["value"] > 10 * near["critical_batch"]["value"]
     assert far["effective_batch"] > near["effective_batch"]
-    assert any("until 25,600,000 samples" in reason for reason in far["reasons"])
+    assert any("25,600,000 samples go" in reason for reason in far["reasons"])
     once = advised(by_hand(noise=noise))["horizon"]
     assert "10 times what was trained, as no horizon was given" in once["words"]  # the data holds less
 

@@ -55,7 +55,7 @@ _FOR_SCRIPTS = (
 @click.option("--until-loss", type=float, metavar="LOSS", help="Until where the run is meant to go: a loss,")
 @click.option("--samples", type=Count(), help="so many samples,")
 @click.option("--hours", type=float, help="or so long.  [default: the data once, or 10 times what was trained]")
-@click.option("--skip", metavar="STAGES", help="Leave out fit, estimate, throughput, audit, noise or branches.")
+@click.option("--skip", metavar="STAGES", help="Leave out fit, estimate, throughput, audit, noise, branches or race.")
 @click.option(
     "--run-file", "file", metavar="FILE", default="run.json", show_default=True, help="Where the run is written."
 )

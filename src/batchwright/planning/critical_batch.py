@@ -30,6 +30,8 @@ _OFF_BY = {"noise scale": (1.3, 0.6), "branches": (1.3, 0.75)}
 _ENDS = 1.96
 # Beyond it nothing is known.
 _MOST_SPREAD = 3.0
+# Without an upper end, at least this.
+_OPEN_SPREAD = 1.0
 # An estimate that claims to be exact has no more weight than this.
 _LEAST_SPREAD = 0.05
 
@@ -82,8 +84,9 @@ class CriticalBatch(PrintedLine):
         """
         if not 0 < self.low < self.known_value:
             return 0.0 if self.low else _MOST_SPREAD
-        width = math.log(self.high / self.low) / 2 if self.resolved else math.log(self.known_value / self.low)
-        return min(width / _ENDS, _MOST_SPREAD)
+        if not self.resolved:
+            return min(max(math.log(self.known_value / self.low) / _ENDS, _OPEN_SPREAD), _MOST_SPREAD)
+        return min(math.log(self.high / self.low) / 2 / _ENDS, _MOST_SPREAD)
 
     def widened(self, deviations: float = _ENDS) -> CriticalBatch:
         """Return the critical batch that this is an estimate of, with what such estimates are off by.
@@ -103,6 +106,8 @@ class CriticalBatch(PrintedLine):
         600 [459, 850] samples
         """
         middle = self.known_value
+        if middle <= 0:
+            return self
 
         def reach(end: float) -> float:
             return math.exp(math.hypot(math.log(end / middle), _ENDS * spread))

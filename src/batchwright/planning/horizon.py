@@ -14,11 +14,10 @@ Promises:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from statistics import NormalDist, linear_regression, median
+from statistics import NormalDist, fmean, linear_regression, median
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
@@ -263,12 +262,15 @@ def find_horizon(
     - `seconds_to`: the least seconds in which a run with a critical batch makes so much progress.
     """
     if samples is not None:
-        steps, words = samples / course.batch, f"until {samples:,.0f} samples"
+        steps, words = (
+            samples / course.batch,
+            f"as far as {counted(int(samples), 'sample')} go at {figure(course.batch)} per step",
+        )
     elif hours is not None:
         if seconds_to is None:
             raise InvalidInputError("hours need the time of a step, which was not measured.", remedy="samples=N")
         steps = _steps_in(course, 3600 * hours, seconds_to)
-        words = f"for {hours:g} hours, about {steps * course.batch:,.0f} samples"
+        words = f"as far as {hours:g} hours go"
     elif until_loss is not None:
         steps, words = _steps_to(course, until_loss)
     elif data is not None and data > course.steps * course.batch:
@@ -297,16 +299,21 @@ def _steps_to(course: Course, loss: float) -> tuple[float, str]:
         raise InvalidInputError(
             "a loss was named as the horizon, and the run showed none.", remedy="samples=N or hours=H instead"
         )
+    # One stretch may be low by chance.
+    smoothed = [fmean(point.loss for point in seen[max(place - 1, 0) : place + 2]) for place in range(len(seen))]
     before = 0
-    for point in seen:
-        if point.loss <= loss:
-            middle = (before + point.step) / 2
-            return middle, f"until a loss of {loss:g}, which was reached by step {point.step:,}"
+    for point, mean in zip(seen, smoothed, strict=True):
+        if mean <= loss:
+            return (before + point.step) / 2, f"until a loss of {loss:g}, which was reached by step {point.step:,}"
         before = point.step
-    late: Sequence[Stretch] = seen[len(seen) // 2 :] if len(seen) > 3 else seen
-    slope = 0.0
+    late = range(len(seen) // 2 if len(seen) > 3 else 0, len(seen))
+    slope, at_end = 0.0, smoothed[-1]
     if len(late) > 1 and loss > 0:
-        slope = linear_regression([math.log(p.step) for p in late], [math.log(max(p.loss, 1e-30)) for p in late]).slope
+        line = linear_regression(
+            [math.log(seen[n].step) for n in late], [math.log(max(seen[n].loss, 1e-30)) for n in late]
+        )
+        slope = line.slope
+        at_end = math.exp(line.intercept + slope * math.log(course.steps))
     lowest = min(point.loss for point in seen)
     if slope >= 0 or loss <= 0:
         raise InvalidInputError(
@@ -314,7 +321,7 @@ def _steps_to(course: Course, loss: float) -> tuple[float, str]:
             f"{figure_of(seen[-1].loss)} at the end of {counted(course.steps, 'step')}.",
             remedy="samples=N or hours=H instead, or more steps",
         )
-    times = math.exp(math.log(loss / late[-1].loss) / slope) if late[-1].loss > loss else 1.0
+    times = math.exp(math.log(loss / at_end) / slope) if at_end > loss else 1.0
     if times > _FARTHEST:
         raise InvalidInputError(
             f"a loss of {loss:g} is not in sight: {counted(course.steps, 'step')} came to {figure_of(lowest)}, and by "
@@ -322,7 +329,10 @@ def _steps_to(course: Course, loss: float) -> tuple[float, str]:
             remedy="samples=N or hours=H instead, or more steps",
         )
     steps = course.steps * times
-    return steps, f"until a loss of {loss:g}, about {figure(steps)} steps away by the trend of those trained"
+    return (
+        steps,
+        f"until a loss of {loss:g}, by the trend about {figure(steps)} steps of {figure(course.batch)}",
+    )
 
 
 def figure_of(loss: float) -> str:

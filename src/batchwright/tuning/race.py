@@ -9,7 +9,8 @@ Promises:
 - seeds are added until it is clear: until every rival is ahead, behind or within 5 % with a chance of 80 %, or there
   are no more seeds;
 - only a rival that is clearly ahead replaces the middle batch; then the race is run around that one, twice at most;
-- a race that nobody wins says so, and leaves the recommendation as it was.
+- a race that nobody wins says so, and leaves the recommendation as it was; one that ends before the horizon is told
+  beside it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from batchwright.planning.plan import plan
 from batchwright.planning.time_to_loss import StepSeconds
 from batchwright.state.untouched import untouched
 from batchwright.tuning.recommendation import Choice, choose, pick_critical, plan_horizon, recommend_rate
-from batchwright.units import LARGEST_COUNT
+from batchwright.units import LARGEST_COUNT, counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,11 +46,14 @@ if TYPE_CHECKING:
     from batchwright.tuning.tune import TuneRequest
     from batchwright.workload import Workload
 
-_SEEDS, _LEAST_SEEDS = 5, 2
+_SEEDS, _LEAST_SEEDS = 5, 3
+_AHEAD = 0.97
 _MOST_MOVES = 2
 # A training goes to the horizon, or takes so many times as long as what was trained to measure.
 _LONGEST = 4
 _LAST_LOOKS = 5
+# Of the way to the horizon: as far as a race must go to speak for the run.
+_NEARLY = 0.8
 # As long as a batch takes that is as good.
 _AS_GOOD = math.log(1.05)
 _EVALUATE_SAMPLES = 512
@@ -70,7 +74,8 @@ class Rival:
     @property
     def position(self) -> str:
         """Whether it is clearly ahead, clearly behind, as good, or none of these."""
-        if self.time_ratio.high < 1:
+        # Looked at after every seed, so that being ahead by a little at one look would often be luck.
+        if self.time_ratio.high < 1 and self.time_ratio.value < _AHEAD:
             return "ahead"
         if self.time_ratio.low > 1:
             return "behind"
@@ -92,6 +97,10 @@ class Race:
     seeds: int
     seconds: float
     """Counted, that each batch was trained for."""
+    steps: int
+    """Of the middle batch in that time."""
+    reaches_horizon: bool
+    """Whether that is as long as the run is to be."""
     raced: tuple[int, ...]
     """All batches of all rounds."""
 
@@ -104,17 +113,27 @@ class Race:
     def summary(self) -> str:
         """Who won, by how much and how sure."""
         ratios = ", ".join(f"{rival.batch:,} takes {rival.time_ratio} times as long" for rival in self.rivals)
-        seeds = f"{self.seeds} seeds of {self.seconds:.3g} counted seconds"
+        seeds = f"{self.seeds} seeds, each as long as {counted(self.steps, 'step')} of {self.middle:,} take"
+        if len(self.raced) > len(self.rivals) + 1:
+            seeds += f"; raced in turn: {', '.join(f'{batch:,}' for batch in self.raced)}"
         if self.winner != self.middle:
             return f"{self.winner:,} was ahead of {self.middle:,} in a race: {ratios} ({seeds})"
         if self.is_clear:
             return f"no batch was ahead of {self.middle:,} in a race: {ratios} ({seeds})"
         return f"nobody won the race around {self.middle:,}, which stays: {ratios} ({seeds}); a longer one may tell"
 
+    @property
+    def as_good(self) -> tuple[int, int]:
+        """From the least to the largest batch that was as good as the winner."""
+        good = (
+            [rival.batch for rival in self.rivals if rival.position == "as good"] if self.winner == self.middle else []
+        )
+        return min([self.winner, *good]), max([self.winner, *good])
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data: the section `race` of a run."""
         rivals = [{**asdict(rival), "position": rival.position} for rival in self.rivals]
-        clear = {"is_clear": self.is_clear, "summary": self.summary}
+        clear = {"is_clear": self.is_clear, "summary": self.summary, "as_good": list(self.as_good)}
         return {"schema": 1, "source": "measured", **asdict(self), "rivals": rivals, **clear}
 
 
@@ -124,6 +143,7 @@ def race(
     step: StepSeconds,
     *,
     seconds: float,
+    reaches_horizon: bool,
     factor_of: Callable[[int], float],
     whole: Callable[[float], int],
     most: int,
@@ -135,7 +155,7 @@ def race(
 ) -> Race:
     """Race a batch against half and double of it, and the winner against its own, until the middle one stays.
 
-    - `seconds`: how long each trains, by `step`.
+    - `seconds`: how long each trains, by `step`; `reaches_horizon`: whether the run is to be no longer.
     - `factor_of`: the learning rate of a batch, in factors of the workload's own.
     - `whole`: the batch nearest to a size that can be run; `most`: the largest; `largest`: the largest micro-batch.
     """
@@ -200,6 +220,8 @@ def race(
         tune_rate(middle, middle)
         for _ in range(_MOST_MOVES + 1):
             others = sorted({min(whole(middle * 2), most), max(whole(middle / 2), 1)} - {middle})
+            if not others:
+                raise InvalidInputError(f"there is no other batch to race {middle:,} against: at most {most:,} can be.")
             raced += [other for other in others if other not in raced]
             for other in others:
                 tune_rate(other, middle)
@@ -215,7 +237,10 @@ def race(
                     break
             ahead = [rival for rival in rivals if rival.position == "ahead"]
             winner = min(ahead, key=lambda rival: rival.time_ratio.value).batch if ahead else middle
-            result = Race(winner, factors[winner], middle, rivals, len(rows), seconds, tuple(raced))
+            steps = max(round(seconds / step.at(middle)), 1)
+            result = Race(
+                winner, factors[winner], middle, rivals, len(rows), seconds, steps, reaches_horizon, tuple(raced)
+            )
             if winner == middle:
                 break
             middle = winner
@@ -232,6 +257,7 @@ def race_batches(work: Workload, measured: Measured, request: TuneRequest, say: 
     choice = choose(measured, used, devices=request.devices, effective_batch=None)
     split, devices, samples = choice.plan, request.devices, measured.samples
     step = StepSeconds(times, devices, split.max_micro_batch)
+    seconds, reaches_horizon = _seconds_to_race(measured, choice, horizon, request.steps, step)
 
     def whole(size: float) -> int:
         wanted = max(round(size), 1)
@@ -245,10 +271,11 @@ def race_batches(work: Workload, measured: Measured, request: TuneRequest, say: 
         work,
         split.effective_batch,
         step,
-        seconds=_seconds_to_race(measured, choice, horizon, request.steps, step),
+        seconds=seconds,
+        reaches_horizon=reaches_horizon,
         factor_of=factor_of,
         whole=whole,
-        most=samples or LARGEST_COUNT,
+        most=LARGEST_COUNT if samples is None else (samples - held_out(samples)) // devices * devices,
         largest=measured.micro_batch,
         on=request.on,
         shape=request.shape or None,
@@ -259,13 +286,14 @@ def race_batches(work: Workload, measured: Measured, request: TuneRequest, say: 
 
 def _seconds_to_race(
     measured: Measured, choice: Choice, horizon: Horizon | None, steps: int, step: StepSeconds
-) -> float:
-    """Return how long each training of a race takes: to the horizon, if that is not too far."""
+) -> tuple[float, bool]:
+    """Return how long each training of a race takes, and whether that is to the horizon: if that is not too far."""
     batch = choice.plan.effective_batch
     if measured.noise is None or measured.noise.course is None or horizon is None or choice.likely is None:
-        return steps * step.at(batch)
+        return steps * step.at(batch), False
     to_horizon = measured.noise.course.progress(horizon.steps) * (1 + choice.likely.curve.critical / batch)
-    return min(to_horizon * step.at(batch), _LONGEST * steps * step.at(measured.noise.effective_batch))
+    whole, longest = to_horizon * step.at(batch), _LONGEST * steps * step.at(measured.noise.effective_batch)
+    return min(whole, longest), _NEARLY * whole <= longest
 
 
 def _loss_at_the_end(curve: Sequence[tuple[int, float]]) -> float:
@@ -276,6 +304,11 @@ def _loss_at_the_end(curve: Sequence[tuple[int, float]]) -> float:
 def _lack_of_progress(curve: Sequence[tuple[int, float]]) -> float:
     decrease = curve[0][1] - _loss_at_the_end(curve)
     return 1 / decrease if decrease > 0 else math.inf
+
+
+def held_out(samples: int) -> int:
+    """Return how many samples of a dataset a race is judged on."""
+    return min(_EVALUATE_SAMPLES, samples // 5)
 
 
 def _log_ratio(

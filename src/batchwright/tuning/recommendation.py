@@ -35,6 +35,8 @@ _DOUBLINGS = 4
 # A forward again, where forward and backward are three forwards.
 _RECOMPUTING = 4 / 3
 _HARDLY_LONGER = 1.005
+# So many times what was trained is far.
+_FAR = 4.5
 # Beyond it a line is a rough picture of the step times.
 _POOR = 0.15
 _CHECKPOINTING = "activation checkpointing"
@@ -84,9 +86,9 @@ def advise_run(run: Run, request: TuneRequest) -> None:
         unknown = "neither what fits nor how long a step takes is known"
         run["plan"] = run["recommendation"] = {"skipped": run["fit"]["skipped"] if measured.nothing_fits else unknown}
         return
-    horizon, why_not = plan_horizon(measured, request)
-    used = pick_critical(measured, horizon)
     try:
+        horizon, why_not = plan_horizon(measured, request)
+        used = pick_critical(measured, horizon)
         choice = choose(
             measured,
             used,
@@ -98,6 +100,10 @@ def advise_run(run: Run, request: TuneRequest) -> None:
         run["plan"] = run["recommendation"] = {"skipped": f"failed: {error}"}
         return
     split, likely, critical = choice.plan, choice.likely, choice.critical
+    # A race that ends before the run does is told beside the answer.
+    race = measured.race if measured.race is not None and measured.race.reaches_horizon else None
+    if request.effective_batch is not None:
+        race = None
     rate = recommend_rate(measured, choice, choice.plan.effective_batch)
     seconds = None if measured.throughput is None else measured.throughput.step_seconds(split)
     # What other set-ups would give.
@@ -113,9 +119,9 @@ def advise_run(run: Run, request: TuneRequest) -> None:
         "micro_batch": split.micro_batch,
         "accumulation": split.accumulation,
         "effective_batch": split.effective_batch,
-        "range_within_5_percent": likely and likely.as_good and list(likely.as_good),
-        "chance_within_5_percent": likely and likely.chance(split.effective_batch),
-        "best_effective_batch": likely and likely.soonest,
+        "range_within_5_percent": list(race.as_good) if race else likely and likely.as_good and list(likely.as_good),
+        "chance_within_5_percent": None if race or likely is None else likely.chance(split.effective_batch),
+        "best_effective_batch": race.winner if race else likely and likely.soonest,
         "time_over_soonest": likely and likely.over_soonest(split.effective_batch),
         "learning_rate": None if rate is None else asdict(rate),
         "critical_batch": None if critical is None else critical.to_dict(),
@@ -128,31 +134,49 @@ def advise_run(run: Run, request: TuneRequest) -> None:
         "assumes": list(choice.assumes),
         "changes": [asdict(change) for change in changes],
         "configs": dict(_configs(split, None if rate is None else rate.recommended)),
-        "notes": [text for text in (why_not, used.note, _no_rate(measured, rate), _poor_line(measured)) if text],
+        "notes": [
+            text
+            for text in (
+                why_not,
+                _far(horizon),
+                _short_race(measured),
+                used.note,
+                _no_rate(measured, rate),
+                _poor_line(measured),
+            )
+            if text
+        ],
     }
 
 
 def plan_horizon(measured: Measured, request: TuneRequest) -> tuple[Horizon | None, str]:
     """Return until where the run is meant to go, and why not until where it was asked for."""
     course = None if measured.noise is None else measured.noise.course
-    if course is None:
-        return None, ""
+    if course is None or not course.is_known:
+        given = [name for name, value in request.horizon.items() if value is not None]
+        why = (
+            f"the horizon ({given[0].replace('_', ' ')}) changes nothing: no trend of the noise scale was measured"
+            if given
+            else ""
+        )
+        return None, why
     times, devices = measured.times, request.devices
     seconds_to: Callable[[CriticalBatch, float], float] | None = None
     if times is not None:
-        step = StepSeconds(times, devices, measured.micro_batch)
+        step = StepSeconds(times, devices, largest_micro_batch(measured))
 
         def seconds_to(critical: CriticalBatch, progress: float) -> float:
-            curve = TimeToLoss(critical.likely().value, step, most=measured.samples or LARGEST_COUNT)
+            curve = TimeToLoss(critical.known_value, step, most=measured.samples or LARGEST_COUNT)
             return progress * curve.at(curve.soonest)
 
     asked: dict[str, Any] = {name: value for name, value in request.horizon.items() if value is not None}
     try:
         return find_horizon(course, **asked, data=measured.samples, seconds_to=seconds_to), ""
     except InvalidInputError as error:
-        return find_horizon(
-            course, data=measured.samples
-        ), f"the horizon that was asked for is left out: {error.problem}"
+        usual = find_horizon(course, data=measured.samples)
+        words = usual.words.replace("as no horizon was given", "as the one that was asked for cannot be used")
+        problem = error.problem.rstrip(".")
+        return replace(usual, words=words), f"the horizon that was asked for is left out: {problem}"
 
 
 def pick_critical(measured: Measured, horizon: Horizon | None) -> CriticalUsed:
@@ -186,6 +210,12 @@ def pick_critical(measured: Measured, horizon: Horizon | None) -> CriticalUsed:
     return CriticalUsed(scale, "noise scale", f"{note}: more seeds and larger branches measure it")
 
 
+def largest_micro_batch(measured: Measured) -> int:
+    """Return what fits; where that is not known, the fastest size that ran."""
+    fastest = None if measured.throughput is None else measured.throughput.fastest_micro_batch
+    return measured.micro_batch or fastest or 1
+
+
 def choose(
     measured: Measured, used: CriticalUsed, *, devices: int, effective_batch: int | None, until: str = ""
 ) -> Choice:
@@ -193,7 +223,7 @@ def choose(
     fit, throughput, times, samples = measured.fit, measured.throughput, measured.times, measured.samples
     reasons, assumes = [], []
     fits = measured.micro_batch
-    largest = fits or (throughput.fastest_micro_batch if throughput else None) or 1
+    largest = largest_micro_batch(measured)
     if fits is None:
         assumes.append(f"what fits was not measured: micro-batches up to {largest:,} are taken to fit")
     critical = used.critical
@@ -209,7 +239,7 @@ def choose(
     if effective_batch is not None:
         wanted = effective_batch
         reasons.append(f"an effective batch of {wanted:,} was asked for")
-    elif measured.race is not None:
+    elif measured.race is not None and measured.race.reaches_horizon:
         wanted = measured.race.winner
         reasons.append(measured.race.summary)
     elif likely is not None:
@@ -226,7 +256,9 @@ def choose(
     if samples is not None and split.effective_batch > samples:
         assumes.append(f"the data holds {counted(samples, 'sample')}, fewer than one step of this batch takes")
     if likely is not None and in_samples is not None:
-        reasons.append(_soonest_reason(likely, split, in_samples, until))
+        by_model = _soonest_reason(likely, split, in_samples, until)
+        decided = measured.race is not None and measured.race.reaches_horizon and effective_batch is None
+        reasons.append(f"by the critical batch alone: {by_model}" if decided else by_model)
     if fit is not None and fits is not None:
         reasons.append(f"micro-batch {fits:,} fits; {fit.reason}")
     is_timed = times is not None and times.covers(split.micro_batch)
@@ -289,7 +321,7 @@ def recommend_rate(measured: Measured, choice: Choice, batch: int) -> Recommende
     workload = measured.workload
     if workload is None or workload.learning_rate is None:
         return None
-    if measured.race is not None and batch == measured.race.winner:
+    if measured.race is not None and measured.race.reaches_horizon and batch == measured.race.winner:
         return rate_from_race(workload.learning_rate, measured.race.learning_rate_factor, batch)
     if measured.branches is not None and measured.branches.factors:
         return rate_from_branches(workload.learning_rate, measured.branches.factors, batch)
@@ -374,12 +406,29 @@ def _no_rate(measured: Measured, rate: RecommendedRate | None) -> str:
     workload = measured.workload
     if rate is not None or workload is None or workload.optimizer is None:
         return ""
+    if workload.learning_rate is None and measured.race is not None and measured.race.reaches_horizon:
+        return f"multiply the learning rate of every group by {measured.race.learning_rate_factor:.3g}, as in the race"
     reason = (
         "groups of parameters have different ones"
         if workload.learning_rate is None
         else "neither branches nor a rule gives another"
     )
     return f"the learning rate is left as it is: {reason}"
+
+
+def _far(horizon: Horizon | None) -> str:
+    if horizon is None or horizon.times_trained < _FAR:
+        return ""
+    times = figure(horizon.times_trained)
+    return (
+        f"the horizon is {times} times as far as what was trained: the critical batch is carried on to it by its trend"
+    )
+
+
+def _short_race(measured: Measured) -> str:
+    if measured.race is None or measured.race.reaches_horizon:
+        return ""
+    return f"a race that ended before the horizon, and decides nothing: {measured.race.summary}"
 
 
 def _poor_line(measured: Measured) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +61,19 @@ _NEEDED: dict[str, Section] = {
     "audit": {"exact": (bool, None), "what": str, "cause": (str, None)},
     "noise": {"effective_batch": _NUMBER, "critical_batch": _CRITICAL},
     "branches": {
-        "ratio": _MAYBE,
         "critical_batch": _CRITICAL,
         "branches": [{"batch": int, "learning_rate_factor": _MAYBE, "mean_steps": _MAYBE}],
     },
-    "race": {"winner": int, "learning_rate_factor": _NUMBER, "middle": int, "is_clear": bool, "summary": str},
+    "race": {"winner": int, "learning_rate_factor": _NUMBER, "as_good": [int], "reaches_horizon": bool, "summary": str},
+}
+_STRETCH: dict[str, Any] = {
+    "step": int,
+    "observations": int,
+    "units": _NUMBER,
+    "samples": _NUMBER,
+    "trace": _NUMBER,
+    "signal": _NUMBER,
+    "loss": _MAYBE,
 }
 # Stages that are no command of their own, and may be missing in a run.
 _MAY_BE_MISSING = ("branches", "race")
@@ -312,7 +320,9 @@ def _read_course(section: Section, last: CriticalBatch) -> Course | None:
     in_samples = last.in_samples()
     if in_samples is None:
         return None
-    rows = section.get("course", ())
+    rows = section.get("course")  # a run of an older version has none
+    if rows is None or not _holds(rows, [_STRETCH]):
+        rows = []
     stretches = (Stretch(**{**row, "loss": math.nan if row["loss"] is None else row["loss"]}) for row in rows)
     return Course(float(section["effective_batch"]), in_samples, tuple(stretches))
 
@@ -337,7 +347,10 @@ class BranchesSection:
         }
         reached = [row for row in section.get("branches", ()) if row["mean_steps"] is not None]
         samples = reached[0]["batch"] * reached[0]["mean_steps"] if reached else None
-        return cls(CriticalBatch.from_dict(section["critical_batch"]), samples, factors)
+        found = CriticalBatch.from_dict(section["critical_batch"])
+        # Where no batch is sooner than another the fit says nearly 0; no critical batch is below a sample.
+        ends = (max(found.value, 1.0), max(found.low, 1.0) if found.low > 0 else 0.0, max(found.high, 1.0))
+        return cls(replace(found, value=ends[0], low=min(ends[:2]), high=ends[2]), samples, factors)
 
 
 @dataclass(frozen=True)
@@ -347,14 +360,16 @@ class RaceSection:
     winner: int
     learning_rate_factor: float
     """The winner's, of the workload's own rate."""
-    middle: int
-    is_clear: bool
+    as_good: tuple[int, int]
+    """From the least to the largest batch that was within 5 % of the winner."""
+    reaches_horizon: bool
     summary: str
 
     @classmethod
     def read(cls, section: Section) -> RaceSection:
         """Read the section `race`."""
-        return cls(**{argument.name: section[argument.name] for argument in fields(cls)})
+        values = {argument.name: section[argument.name] for argument in fields(cls)}
+        return cls(**{**values, "as_good": tuple(values["as_good"])})
 
 
 _READERS: dict[str, Callable[[Section], Any]] = {

@@ -11,7 +11,6 @@ Promises:
 from __future__ import annotations
 
 import datetime
-import math
 import shlex
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -97,8 +96,8 @@ class TuneRequest:
             )
         if self.hours is not None:
             positive_number(self.hours, "hours must be a number above 0", least=1e-9, most=1e9)
-        if self.until_loss is not None and not math.isfinite(self.until_loss):
-            raise InvalidInputError(f"a loss to train until must be a number; received {self.until_loss}.")
+        if self.until_loss is not None:
+            positive_number(self.until_loss, "until_loss must be a number above 0", least=1e-300, most=1e300)
         if self.race and self.effective_batch is not None:
             raise InvalidInputError(
                 f"a race finds the effective batch, and {self.effective_batch:,} is to be kept.",
@@ -216,7 +215,7 @@ def _runs(work: object) -> Mapping[str, Callable[..., Section]]:
 
 
 # Between two parts of one run.
-_MAY_DIFFER = ("skip", "command", "batchwright", "torch", "python")
+_MAY_DIFFER = ("skip", "command", "batchwright", "torch", "python", "horizon", "race")
 
 
 def tune(
@@ -372,7 +371,10 @@ def _read(path: Path | None, about: Section, say: Say) -> Run:
             f"the run at '{path}' was asked something else: {', '.join(different)} differ.",
             remedy="the same options, or another file=FILE",
         )
-    return run
+    if run["workload"].get("horizon", about["horizon"]) != about["horizon"]:
+        run["race"] = {"skipped": "the horizon was another one"}
+    asked_now = {name: about[name] for name in ("horizon", "race", "command")}
+    return {**run, "workload": {**run["workload"], **asked_now}}
 
 
 def _run_everywhere(

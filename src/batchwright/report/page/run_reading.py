@@ -287,7 +287,7 @@ def raced(run: Data) -> tuple[Point, ...]:
         ratio, batch = mapping_in(row, "time_ratio"), _positive(row, "batch")
         value, low = _positive(ratio, "value"), _positive(ratio, "low")
         if batch is not None and value is not None and low is not None:
-            high = _positive(ratio, "high") or value
+            high = _positive(ratio, "high") or math.inf
             points.append(Point(batch, near.value * value, near.value * low, near.value * high))
     return tuple(sorted(points, key=lambda point: point.batch))
 

@@ -126,7 +126,7 @@ def draw_time(record: Data, run: Data) -> list[str]:
         ("band predicted", "where it lies with a chance of 80\N{NO-BREAK SPACE}%"),
     ]
     race = raced(run)
-    entries += [("point measured", "raced against the one in the middle, 95\N{NO-BREAK SPACE}%")] if race else []
+    entries += [("point measured", "raced against the one in the middle, 80\N{NO-BREAK SPACE}%")] if race else []
     entries += [("range measured", "within 5\N{NO-BREAK SPACE}% of the soonest")] if ends else []
     chart = at_both_widths(partial(_time_chart, shown, race, chosen, ends))
     return [_time_lead(record, ends), chart, legend(*entries)]
