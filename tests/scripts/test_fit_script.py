@@ -136,6 +136,25 @@ def test_nothing_fits_is_said(folder: Path) -> None:
         fit_script(script, on="t4-16gb")
 
 
+@pytest.mark.parametrize("drop", ["drop_last=True", "drop_last=False"])
+def test_no_batch_is_larger_than_all_samples_of_the_loader(folder: Path, drop: str) -> None:
+    (folder / "few.py").write_text(
+        "import sys, torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+        f"loader = DataLoader(TensorDataset(torch.ones(300, 8)), int(sys.argv[1]), {drop})\n"
+        "held_out = DataLoader(TensorDataset(torch.ones(9, 8)), int(sys.argv[1]))\n"
+        "model = torch.nn.Linear(8, 8).cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(9):\n    for (x,) in loader: loss = model(x.cuda()).sum(); loss.backward(); optimizer.step()\n"
+        "    for (x,) in held_out: print(model(x.cuda()), loss)\n"
+    )
+    said: list[str] = []
+    fit = fit_script(Script(["few.py", "{micro_batch}"], cwd=folder), on="t4-16gb", progress=said.append)
+    assert fit.micro_batch == 300
+    assert fit.next_size is not None
+    assert fit.next_size.why == "not tried: the dataset holds 300 samples"
+    assert "the program's loader draws from 300 samples: none larger is tried" in said
+    assert len(said) == len(set(said))
+
+
 @pytest.mark.slow
 def test_under_a_real_budget_the_answer_ran(folder: Path) -> None:
     script = Script(["train.py"], cwd=folder, batch_option="--batch-size")

@@ -3,6 +3,7 @@
 Promises:
 - the search, its budget, its tables and its result are those of a workload; only the prober is another;
 - a size at which the program fails, where it runs with more samples, is too small and passed over;
+- no size is an answer for which the program's loader has not enough samples: the search then ends at those it has;
 - the option that was turned is named, and that the model's inputs follow it was seen;
 - on a simulated card the answer is predicted, not certified.
 """
@@ -10,19 +11,21 @@ Promises:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from batchwright.catalogue.cards import context_of, names_a_card
 from batchwright.device.outcome import Outcome
 from batchwright.errors import InvalidInputError
-from batchwright.fitting.driver import find_cap, fit_shapes
+from batchwright.fitting.driver import Cap, Cause, find_cap, fit_shapes
 from batchwright.fitting.fit_result import Fit, Restored
 from batchwright.fitting.probers import Budget, budget_on, open_budget
 from batchwright.memory.on_card import card_named
 from batchwright.scripts.command import MICRO_BATCH
 from batchwright.scripts.probe import Probes
 from batchwright.scripts.recognise import check_that_it_follows, with_recognised_options
-from batchwright.scripts.script_run import FAILED, OUT_OF_MEMORY, TOO_SMALL, ScriptRun
+from batchwright.scripts.script_run import EXITED, FAILED, FINISHED, OUT_OF_MEMORY, TOO_SMALL, ScriptRun
+from batchwright.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -32,6 +35,16 @@ if TYPE_CHECKING:
 
 # Settings of `fit` that say something about a workload alone, with what they are by default.
 _OF_WORKLOADS = {"evaluate": False, "clip_norm": None, "allocator": None, "isolate": None}
+# Ends that are looked at here before they are an error.
+_WITHOUT_A_STEP = (TOO_SMALL, FAILED, FINISHED, EXITED)
+
+
+class _BeyondDataError(Exception):
+    """A batch was asked for that is larger than all that the program's loader draws from."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples)
+        self.num_samples = num_samples
 
 
 @dataclass
@@ -43,6 +56,7 @@ class ScriptProber:
     limit_bytes: int | None
     accumulation: int | None
     runs: dict[tuple[int, str], ScriptRun] = field(default_factory=dict)
+    outcomes: dict[tuple[int, str], Outcome] = field(default_factory=dict)
 
     where = "the program itself, in a process of its own for each probe"
 
@@ -52,7 +66,13 @@ class ScriptProber:
         return self.probes.on
 
     def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
-        """Run the program at a size until its second optimizer step."""
+        """Run the program at a size until its second optimizer step; a size that has run is not run again."""
+        key = micro_batch, str(shape)
+        if key not in self.outcomes:
+            self.outcomes[key] = self._probe(micro_batch, shape)
+        return self.outcomes[key]
+
+    def _probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
         command = self.script.at(micro_batch, accumulation=self.accumulation, shape=shape)
         runs = {size: run for (size, at), run in self.runs.items() if at == str(shape)}
         # A top-5 accuracy among two samples, say: what fails below all sizes that ran wants more samples.
@@ -61,7 +81,13 @@ class ScriptProber:
             and any(size > micro_batch and run.end != FAILED for size, run in runs.items())
         )
         tolerated = (TOO_SMALL, FAILED) if may_fail else (TOO_SMALL,)
-        run = self.probes.run(command, limit_bytes=self.limit_bytes, tolerated=tolerated)
+        # A run at one sample does not show that the loader follows.
+        self._check_that_data_suffice(micro_batch, {size: seen for size, seen in runs.items() if size > 1})
+        run = self.probes.run(command, limit_bytes=self.limit_bytes, tolerated=_WITHOUT_A_STEP)
+        # A loader that drops what is no whole batch had none if its samples are too few: the program fails or ends.
+        self._check_that_data_suffice(micro_batch, {micro_batch: run})
+        if not run.was_cut and run.end not in (OUT_OF_MEMORY, *tolerated):
+            self.probes.refuse(run, command)
         self.runs[micro_batch, str(shape)] = run
         check_that_it_follows(
             self.script, {size: seen for (size, shape_of), seen in self.runs.items() if shape_of == str(shape)}
@@ -78,6 +104,15 @@ class ScriptProber:
             is_too_small=run.end in tolerated,
             error=run.error or None,
         )
+
+    def _check_that_data_suffice(self, micro_batch: int, runs: Mapping[int, ScriptRun]) -> None:
+        """Raise if the loader that the program trained on, in one of the runs, has not so many samples."""
+        for size, run in runs.items():
+            batch, num_samples = run.trained_loader or (0, 0)
+            if size in (batch, batch * self.probes.devices):
+                most = num_samples * size // batch
+                if 0 < most < micro_batch:
+                    raise _BeyondDataError(most)
 
     def restored(self) -> Restored:
         """Nothing of the user's was changed."""
@@ -96,7 +131,12 @@ def fit_script(script: Script, request: FitRequest, say: Callable[[str], None]) 
         script, notes = with_recognised_options(probes, (MICRO_BATCH,), shape=request.shapes[0], say=say)
         accumulation = request.accumulation if script.sets_accumulation else None
         prober = ScriptProber(script, probes, probe_bytes, accumulation)
-        answer = fit_shapes(request, prober, budget, cap=find_cap(request), name=script.name, say=say)
+        search, say = partial(fit_shapes, request, prober, budget, name=script.name), _saying_once(say)
+        try:
+            answer = search(cap=find_cap(request), say=say)
+        except _BeyondDataError as beyond:
+            say(f"the program's loader draws from {counted(beyond.num_samples, 'sample')}: none larger is tried")
+            answer = search(cap=Cap(beyond.num_samples, Cause.DATASET), say=say)
 
     def with_command(fit: Fit) -> Fit:
         if fit.micro_batch is None:
@@ -110,6 +150,18 @@ def fit_script(script: Script, request: FitRequest, say: Callable[[str], None]) 
         return replace(fit, notes=(*notes, typed, *fit.notes, *run.notes), source=source)
 
     return replace(with_command(answer), shapes=tuple(map(with_command, answer.shapes)))
+
+
+def _saying_once(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Say what was not said before."""
+    said: set[str] = set()
+
+    def say_once(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            say(text)
+
+    return say_once
 
 
 def _budget(request: FitRequest) -> tuple[Budget, int | None]:

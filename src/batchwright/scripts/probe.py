@@ -20,7 +20,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from batchwright.catalogue.cards import context_of, names_a_card
 from batchwright.errors import BatchwrightError, InvalidInputError, StepFailedError
@@ -82,7 +82,7 @@ class Probes:
             run = replace(run, notes=(*run.notes, text))
         is_answer = run.was_cut or run.end in (OUT_OF_MEMORY, *tolerated)
         if not is_answer and not (measure and run.num_windows):
-            self._raise(run, command)
+            self.refuse(run, command)
         return run
 
     def _job(
@@ -241,7 +241,7 @@ class Probes:
             return f"without batchwright it ran on for {plain.seconds:.0f} s: this may be a defect of batchwright"
         return ""
 
-    def _raise(self, run: ScriptRun, command: UserCommand) -> None:
+    def refuse(self, run: ScriptRun, command: UserCommand) -> NoReturn:
         """Raise what has to be said of a run that was not cut: it failed, left, or did nothing that can be measured."""
         counts = {"backwards": sum(run.backwards_per_window), "forwards": len(run.input_shapes)}
         counts[run.windows] = run.num_windows

@@ -50,6 +50,8 @@ class ScriptRun:
     """Of that optimizer; None if its groups have different ones."""
     num_samples: int | None = None
     """In the dataset of the first loader that was made."""
+    trained_loader: tuple[int, int] | None = None
+    """The batch size and the samples per pass of the loader that had begun when the first backward ran."""
     options: Mapping[str, int] = field(default_factory=dict)
     """Whole numbers among the program's own options that have to do with a batch, by the option that sets them."""
     window_seconds: tuple[float, ...] = ()

@@ -94,6 +94,7 @@ class Watch:
         self._num_trained = 0
         self._learning_rate: float | None = None
         self._num_samples: int | None = None
+        self._trained_loader: tuple[int, int] | None = None
         self.notes: dict[str, None] = {}
         self.num_made_up = 0
         self.enter_phase: Callable[[str], object] = lambda _: None
@@ -130,6 +131,7 @@ class Watch:
             num_trained=self._num_trained or None,
             learning_rate=self._learning_rate,
             num_samples=self._num_samples,
+            trained_loader=self._trained_loader,
             options=dict(self._options),
             window_seconds=tuple(b - a for a, b in pairwise(self._seconds_at)),
             seconds=time.perf_counter() - self._start,
@@ -286,6 +288,8 @@ class Watch:
         def begun(loader: Any) -> Any:
             self._begun.add(id(loader))
             self._note_few(loader)
+            if not self._num_backwards:
+                self._trained_loader = _batch_and_samples(loader)
             if self.longest is not None:
                 self.longest.lead(loader)
             return iterate(loader)
@@ -346,6 +350,17 @@ class Watch:
     def _note_option(self, name: str, value: int) -> None:
         if len(self._options) < _MOST_OPTIONS:
             self._options[name] = value
+
+
+def _batch_and_samples(loader: Any) -> tuple[int, int] | None:
+    """Return the size of a loader's batches and the samples that it draws in one pass, if both are known."""
+    sampler: Any = getattr(loader, "sampler", None)
+    if not isinstance(loader.batch_size, int) or not hasattr(sampler, "__len__"):
+        return None
+    try:
+        return loader.batch_size, len(sampler)
+    except TypeError:  # of a stream, whose sampler has no end
+        return None
 
 
 def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
