@@ -289,6 +289,44 @@ def test_a_generation_is_not_followed_to_its_end_though_its_tokens_take_more_mem
     assert seen.run.notes == ("47 forwards without gradients repeated those before them, and were not followed again",)
 
 
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_generation_whose_forwards_grow_by_a_token_is_not_followed_to_its_end(
+    tmp_path: Path, is_cached: bool
+) -> None:
+    program = """
+        class Cache:
+            def __init__(self, keys): self.keys, self.kind = keys, "plain"
+        class Reader(nn.Module):
+            def __init__(self): super().__init__(); self.embed = nn.Embedding(32, 64); self.head = nn.Linear(64, 32)
+            def forward(self, tokens, cache=None):
+                keys = self.embed(tokens if cache is None else tokens[:, -1:])
+                keys = keys if cache is None else torch.cat([cache.keys, keys], 1)
+                scores = (keys[:, -1:] @ keys.transpose(1, 2)).softmax(-1)
+                return self.head(scores @ keys), Cache(keys)
+        model = Reader().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        while True:
+            model.train()
+            model(torch.zeros(8, 64, dtype=torch.long).cuda())[0].mean().backward(); optimizer.step()
+            model.eval(); HOOK
+            with torch.no_grad():
+                tokens, cache = torch.zeros(64, 4, dtype=torch.long, device="cuda"), None
+                for _ in range(200):
+                    logits, now = model(tokens, cache if CACHED else None)
+                    cache = now
+                    tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], 1)
+    """.replace("CACHED", str(is_cached))
+    seen = run(tmp_path, program.replace("HOOK", "pass"))
+    # A module with a hook is always followed.
+    followed = run(tmp_path, program.replace("HOOK", "model.head.register_forward_hook(lambda *_: None)"))
+    assert seen.run.peak_bytes is not None
+    assert followed.run.peak_bytes is not None
+    assert seen.run.peak_bytes.allocated == pytest.approx(followed.run.peak_bytes.allocated, rel=0.02)
+    assert followed.run.notes == ()
+    (note,) = seen.run.notes
+    assert note.endswith("forwards without gradients repeated those before them, and were not followed again")
+    assert int(note.split()[0]) > 180
+
+
 def test_outputs_that_an_evaluation_keeps_do_not_make_it_another(tmp_path: Path) -> None:
     program = """
         model = nn.Linear(4096, 4096).cuda().eval(); optimizer = torch.optim.SGD(model.parameters(), 0.1); kept = []

@@ -107,9 +107,7 @@ class RealHostTrace(Trace):
         self._weights = HostWeights()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._turn = threading.RLock()
-        self.forwards = RepeatedForwards(
-            card.allocator.stats.allocated, lambda tensor: self.values.real(tensor) is not None
-        )
+        self.forwards = RepeatedForwards(card.allocator.stats, lambda tensor: self.values.real(tensor) is not None)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -7,6 +7,7 @@ Promises:
 - a forward is left out only if the same module, in evaluation mode and without gradients, was called three times before
   with tensors of the same shapes and the same other arguments, and left as much behind each time: outputs of the same
   shapes, whose values are not known;
+- or if it goes on as three before it: those of a generation, which get a token more each time (`growing_forwards.py`);
 - what it holds while it runs, on top of what is held now, is held for a moment where that would be the peak; if it is
   too much at once, the forward is followed;
 - a module with hooks anywhere inside, or one of whose settings, counters or lists has changed, is always followed;
@@ -15,7 +16,8 @@ Promises:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +26,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
+from batchwright.trace.growing_forwards import GrowingForwards, Parts, Use
+
 if TYPE_CHECKING:
-    from batchwright.simulated.allocator.segments import Counter
+    from batchwright.simulated.allocator.segments import AllocatorCounters, Counter
 
 # So often is a forward followed before it is believed to repeat itself.
 _FOLLOWED = 3
@@ -45,14 +49,35 @@ class _Known:
     num_alike: int = 1
 
 
+@dataclass
+class _Held:
+    """What is held, and its peak while a call runs."""
+
+    counter: Counter
+    # The peak before the calls that are under way.
+    peak_before: int = 0
+
+    @contextmanager
+    def measured(self) -> Iterator[Use]:
+        """Measure what a call takes, on top of what was held before."""
+        use = Use()
+        held, peak, before = self.counter.current, self.counter.peak, self.peak_before
+        self.counter.peak, self.peak_before = held, max(peak, before)
+        try:
+            yield use
+            use.growth, use.extra = self.counter.current - held, self.counter.peak - held
+        finally:
+            self.counter.peak, self.peak_before = max(peak, self.counter.peak), before
+
+
 class RepeatedForwards:
     """The forwards of a program that were seen, by what they were called with."""
 
-    def __init__(self, allocated: Counter, is_known: Callable[[torch.Tensor], bool]) -> None:
-        self._allocated, self._is_known = allocated, is_known
+    def __init__(self, counters: AllocatorCounters, is_known: Callable[[torch.Tensor], bool]) -> None:
+        self._allocated, self._requested = _Held(counters.allocated), _Held(counters.requested)
+        self._is_known = is_known
         self._known: dict[Any, _Known] = {}
-        # The peak before the forwards that are under way.
-        self._peak_before = 0
+        self._growing: dict[Any, GrowingForwards] = {}
         self.num_left_out = 0
 
     def run(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -60,45 +85,46 @@ class RepeatedForwards:
         if torch.is_grad_enabled() or module.training:
             return call(module, *args, **kwargs)
         inputs, settings = _describe((args, kwargs)), _describe_settings(module)
-        if inputs is None or settings is None:
+        if settings is None:
             return call(module, *args, **kwargs)
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         # The module itself, so that another one does not get its place.
-        key = (module, autocast, torch.is_inference_mode_enabled(), inputs, settings)
-        known, held = self._known.get(key), self._allocated.current
+        state = module, autocast, torch.is_inference_mode_enabled(), settings
+        known = self._known.get((*state, inputs))
         if known is not None and known.num_alike >= _FOLLOWED and self._can_hold(known.extra):
             self.num_left_out += 1
             return self._make(known.outputs)
-        outputs, extra = self._measure(lambda: call(module, *args, **kwargs))
-        seen, growth = _describe_outputs(outputs, (args, kwargs)), self._allocated.current - held
-        if seen is None or any(isinstance(leaf, torch.Tensor) and self._is_known(leaf) for leaf in tree_iter(outputs)):
-            self._known.pop(key, None)
-        elif known is not None and (known.outputs, known.growth) == (seen, growth):
+        growing, given = self._growing.setdefault(state, GrowingForwards()), Parts.of((args, kwargs))
+        predicted = growing.predict(given)
+        if given is not None and predicted is not None and self._can_hold(predicted.extra):
+            self.num_left_out += 1
+            return growing.leave_out(predicted, given)
+        with self._allocated.measured() as allocated, self._requested.measured() as requested:
+            outputs = call(module, *args, **kwargs)
+        are_known = any(isinstance(leaf, torch.Tensor) and self._is_known(leaf) for leaf in tree_iter(outputs))
+        growing.learn(given, Parts.of((args, kwargs)), None if are_known else outputs, requested)
+        if inputs is None:
+            return outputs
+        seen = _describe_outputs(outputs, (args, kwargs))
+        if seen is None or are_known:
+            self._known.pop((*state, inputs), None)
+        elif known is not None and (known.outputs, known.growth) == (seen, allocated.growth):
             known.num_alike += 1
-            known.extra = max(known.extra, extra)
+            known.extra = max(known.extra, allocated.extra)
         else:
-            self._known[key] = _Known(seen, growth, extra)
+            self._known[*state, inputs] = _Known(seen, allocated.growth, allocated.extra)
         return outputs
-
-    def _measure(self, call: Callable[[], Any]) -> tuple[Any, int]:
-        """Return the outputs of a call and the most it held while it ran, on top of what was held before."""
-        held, peak, peak_before = self._allocated.current, self._allocated.peak, self._peak_before
-        self._allocated.peak, self._peak_before = held, max(peak, peak_before)
-        try:
-            outputs = call()
-            return outputs, self._allocated.peak - held
-        finally:
-            self._allocated.peak, self._peak_before = max(peak, self._allocated.peak), peak_before
 
     def _can_hold(self, extra: int) -> bool:
         """Hold so much for a moment, unless as much was held before; return whether the card has it."""
-        peak = self._allocated.current + extra
-        if peak > max(self._allocated.peak, self._peak_before):
+        counter = self._allocated.counter
+        peak = counter.current + extra
+        if peak > max(counter.peak, self._allocated.peak_before):
             try:
                 torch.empty(extra, dtype=torch.uint8, device="cuda")
             except torch.OutOfMemoryError:
                 return False
-        self._allocated.peak = max(self._allocated.peak, peak)
+        counter.peak = max(counter.peak, peak)
         return True
 
     def _make(self, described: Any) -> Any:
