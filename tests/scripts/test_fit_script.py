@@ -9,6 +9,7 @@ import pytest
 
 from batchwright.errors import InvalidInputError, NothingFitsError, StepFailedError
 from batchwright.fitting.fit import fit as fit_script
+from batchwright.scripts.estimate_script import estimate_script
 from batchwright.scripts.script import Script
 
 if TYPE_CHECKING:
@@ -134,6 +135,23 @@ def test_nothing_fits_is_said(folder: Path) -> None:
     script = Script(["train.py", "--huge"], cwd=folder, batch_option="--batch-size")
     with pytest.raises(NothingFitsError, match="micro-batch 1 does not fit on t4-16gb"):
         fit_script(script, on="t4-16gb")
+
+
+def test_a_pass_that_ends_in_what_is_left_of_the_data_is_followed_to_the_next_whole_batch(folder: Path) -> None:
+    program = (
+        "import sys, torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+        "loader = DataLoader(TensorDataset(torch.ones(SAMPLES, 1024)), int(sys.argv[1]))\n"
+        "model = torch.nn.Linear(1024, 1024).cuda(); optimizer = torch.optim.Adam(model.parameters())\n"
+        "for _ in range(9):\n    for (x,) in loader: model(x.cuda()).sum().backward(); optimizer.step()\n"
+    )
+    (folder / "left.py").write_text(program.replace("SAMPLES", "1250"))
+    (folder / "whole.py").write_text(program.replace("SAMPLES", "2000"))
+    scripts = (Script([name, "1000"], cwd=folder) for name in ("left.py", "whole.py"))
+    left, whole = (estimate_script(script, on="t4-16gb").run for script in scripts)
+    assert left.peak_bytes is not None
+    assert whole.peak_bytes is not None
+    assert (left.num_windows, whole.num_windows) == (3, 2)
+    assert left.peak_bytes.allocated == whole.peak_bytes.allocated
 
 
 @pytest.mark.parametrize("drop", ["drop_last=True", "drop_last=False"])

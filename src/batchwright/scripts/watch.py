@@ -4,6 +4,7 @@ Promises:
 - a run is cut after so many windows: steps of every optimizer that steps, one that begins a few steps after the others
   (a generator, an actor) included; zeroed gradients, if weights are updated by hand; forwards and calls of `generate`,
   if the program makes no optimizer and computes without gradients;
+- the last window has a batch as large as any before: a pass that ends in what is left of the data is not the last;
 - forwards are those of top-level modules: what a module or `generate` calls inside is not counted;
 - the program is ended by `finish`, from within the hook: frameworks catch every exception.
 """
@@ -36,6 +37,8 @@ from batchwright.units import counted
 _WINDOWS_BEFORE_ZEROED = 1
 # So many steps more are waited for an optimizer that has not stepped: a critic is often ahead by five, as of WGAN.
 _STEPS_AHEAD = 4
+# So many steps more are waited for a whole batch, if the last one was what was left of the data.
+_STEPS_FOR_A_WHOLE_BATCH = 2
 _MOST_SHAPES = 512
 _MOST_OPTIONS = 64
 
@@ -85,6 +88,8 @@ class Watch:
         self._shapes: list[tuple[int, ...]] = []
         self._evaluated_shapes: list[tuple[int, ...]] = []
         self._num_forwards, self._num_evaluated, self._depth = 0, 0, 0
+        # Samples in the largest batch: of all, and since the last step.
+        self._largest_batch, self._largest_of_window = 0, 0
         self._has_optimizer = False
         self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         # By loader: the size of its batches, and which data they are from.
@@ -180,6 +185,12 @@ class Watch:
         self.enter_phase("batch")
         if self._measure is not None:
             self._measure.stepped(optimizer, self.report())
+        batch, num_samples = self._trained_loader or (1, 0)
+        has_begun_anew = len(self._shapes) > num_samples // batch > 0
+        is_whole = self._largest_of_window >= self._largest_batch or not has_begun_anew
+        self._largest_of_window = 0
+        if not is_whole and self._measure is None and self.num_steps < self._wanted + _STEPS_FOR_A_WHOLE_BATCH:
+            return
         if self.num_steps >= self._wanted and (
             max(self._steps.values()) >= self._wanted + _STEPS_AHEAD or not self._is_one_to_come()
         ):
@@ -212,6 +223,9 @@ class Watch:
             shapes = self._evaluated_shapes if is_evaluation else self._shapes
             if shape is not None and len(shapes) < _MOST_SHAPES:
                 shapes.append(shape)
+            if shape is not None and not is_evaluation:
+                self._largest_batch = max(self._largest_batch, shape[0])
+                self._largest_of_window = max(self._largest_of_window, shape[0])
         try:
             yield
         finally:
@@ -286,6 +300,8 @@ class Watch:
                 self._num_samples = len(loader.dataset)
 
         def begun(loader: Any) -> Any:
+            if LongestBatches.is_own(loader):
+                return iterate(loader)
             self._begun.add(id(loader))
             self._note_few(loader)
             if not self._num_backwards:
