@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
+from batchwright.scripts.estimate_script import estimate_script
 from batchwright.scripts.longest_batches import LongestBatches
+from batchwright.scripts.script import Script
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,3 +109,32 @@ def test_what_cannot_be_reordered_is_noted(tmp_path: Path) -> None:
         "a stream of samples cannot be reordered: its first batches were probed",
         "samples differ in length, and ByBucket groups them: its first batches were probed",
     ]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_large_batch_of_samples_that_are_alike_is_filled_up_with_copies_on_a_card(
+    tmp_path: Path, num_workers: int
+) -> None:
+    program = """
+        import sys, torch
+        from torch.utils.data import DataLoader
+        class Rows(torch.utils.data.Dataset):
+            def __len__(self): return 1500
+            def __getitem__(self, index):
+                return {"x": torch.ones(8), "label": index}
+        def collate(rows):
+            labels = torch.tensor([row.pop("label") for row in rows])
+            return torch.stack([row["x"] for row in rows]), labels
+        model = torch.nn.Linear(8, 8).to(sys.argv[1]); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, labels in DataLoader(Rows(), 700, collate_fn=collate, num_workers=WORKERS):
+            assert len(labels) == len(x)
+            model(x.to(sys.argv[1])).sum().backward(); optimizer.step()
+    """
+    (tmp_path / "rows.py").write_text(dedent(program).replace("WORKERS", str(num_workers)))
+    notes = "of each batch 512 samples were read: the others are as long, and were copied"
+    on_card = estimate_script(Script(["rows.py", "cuda"], cwd=tmp_path), on="t4-16gb").run
+    assert on_card.input_shapes == ((700, 8), (700, 8))
+    assert on_card.notes == (notes,)
+    on_host = estimate_script(Script(["rows.py", "cpu"], cwd=tmp_path), on="cpu").run
+    assert on_host.input_shapes == ((700, 8), (700, 8))
+    assert on_host.notes == ()

@@ -253,7 +253,8 @@ class _Run:
         self._watch = Watch(job.num_windows, self._measure, job.loader_sizes, expects_training=_reads_as_training(job))
         if not job.measure:
             # What measures gradients trains as the program does.
-            self._watch.longest = LongestBatches(Path(job.folder).parents[1] / LENGTHS, self._watch.notes)
+            known = Path(job.folder).parents[1] / LENGTHS
+            self._watch.longest = LongestBatches(known, self._watch.notes, fills_up=names_a_card(job.on))
         self._peak: Callable[[], PeakBytes | None] = lambda: None
         self._written: list[str] = []
         self._programs: list[str] = []

@@ -4,20 +4,25 @@ Promises:
 - only the order of samples changes, and only where they differ in length; numbers that are drawn stay the program's;
 - samples are read as the loader reads them, for a limited time, once for all probes, and by workers alone: a sample
   that may be read only once is still there for the program;
+- on a simulated card, where nobody needs their values, a large batch of samples that are equally long is filled up with
+  copies of its first ones: reading 20,000 of them took longer than all else;
 - where the order cannot be changed (streams, samplers of batches), a note says that the first batches were probed.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import sys
 import time
 import weakref
-from collections.abc import Iterator, MutableMapping, Sized
+from collections.abc import Callable, Iterator, MutableMapping, Sized
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from batchwright.fitting.fit import measure_length
@@ -34,6 +39,8 @@ _MOST_SECONDS = 30.0
 _AT_ONCE = 16
 # The head of the order: more samples than the windows of a probe hold.
 _MOST = 65_536
+# So many samples of a batch are read if the others are like them.
+_MOST_READ = 512
 
 
 class _Reader(DataLoader[Any]):
@@ -43,8 +50,10 @@ class _Reader(DataLoader[Any]):
 class LongestBatches:
     """Reorders the loaders of a program as they begin."""
 
-    def __init__(self, file: Path, notes: MutableMapping[str, None]) -> None:
-        self._file, self._notes = file, notes
+    def __init__(self, file: Path, notes: MutableMapping[str, None], *, fills_up: bool = False) -> None:
+        self._file, self._notes, self._fills_up = file, notes, fills_up
+        # Datasets whose samples are equally long.
+        self._alike: dict[int, weakref.ref[Any]] = {}
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_seen = 0
 
@@ -67,6 +76,8 @@ class LongestBatches:
             return
         order = self._find_order(loader)
         if order is None:
+            if self._fills_up:
+                self._fill_up(loader)
             return
         if type(batches) is not BatchSampler:
             self._notes[
@@ -75,6 +86,30 @@ class LongestBatches:
             return
         batches.sampler = _Led(order, batches.sampler)
         self._notes[f"the longest of {counted(len(loader.dataset), 'sample')} were probed first"] = None
+
+    def _fill_up(self, loader: Any) -> None:
+        with suppress(TypeError):  # there are no weak references to it
+            self._alike[id(loader.dataset)] = weakref.ref(loader.dataset)
+            if (loader.batch_size or 0) > _MOST_READ:
+                self._notes[
+                    f"of each batch {_MOST_READ} samples were read: the others are as long, and were copied"
+                ] = None
+
+    def fetch(self, fetch: Callable[[Any, Any], Any], fetcher: Any, indices: Any) -> Any:
+        """Read the samples of a batch and collate them, as torch's `fetch` does, or only the first of them."""
+        alike = self._alike.get(id(fetcher.dataset), lambda: None)
+        if alike() is not fetcher.dataset or not fetcher.auto_collation or len(indices) <= _MOST_READ:
+            return fetch(fetcher, indices)
+        collate, missing = fetcher.collate_fn, len(indices) - _MOST_READ
+
+        def collate_filled_up(samples: list[Any]) -> Any:
+            return collate([*samples, *(tree_map(_copy, samples[number % _MOST_READ]) for number in range(missing))])
+
+        fetcher.collate_fn = collate_filled_up
+        try:
+            return fetch(fetcher, indices[:_MOST_READ])
+        finally:
+            fetcher.collate_fn = collate
 
     def _find_order(self, loader: Any) -> list[int] | None:
         """Return the longest samples, or None if all are equally long; what an earlier probe found is read."""
@@ -112,6 +147,11 @@ class _Led:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
+
+
+def _copy(leaf: Any) -> Any:
+    """Copy what a collating function may change in place; a tensor's values are of no importance."""
+    return leaf if isinstance(leaf, torch.Tensor) else copy.copy(leaf)
 
 
 def _read_lengths(loader: Any) -> list[int]:

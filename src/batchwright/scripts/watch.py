@@ -27,6 +27,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_iter
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from batchwright.scripts.longest_batches import LongestBatches
 from batchwright.scripts.option_parsers import seeing_options
@@ -322,6 +323,9 @@ class Watch:
         yield from seeing_options(self._note_option)
         yield DataLoader, "__init__", built
         yield DataLoader, "__iter__", begun
+        if self.longest is not None:
+            fetch, longest = _MapDatasetFetcher.fetch, self.longest
+            yield _MapDatasetFetcher, "fetch", lambda fetcher, indices: longest.fetch(fetch, fetcher, indices)
 
     def _note_few(self, loader: Any) -> None:
         size, data = loader.batch_size, loader.dataset
