@@ -172,7 +172,10 @@ def test_the_peak_is_that_of_a_workload_of_the_same_step(tmp_path: Path) -> None
         """,
         "tensors that are made on the card by default": """
             torch.set_default_tensor_type("torch.cuda.FloatTensor"); assert torch.tensor([1.0]).is_cuda
+            assert torch.Tensor([1.0]).is_cuda and torch.Tensor(2, 3).shape == (2, 3)
+            assert (torch.Tensor([2.0]) * torch.rand(3, device="cuda")).is_cuda
             torch.set_default_tensor_type(torch.FloatTensor); assert not torch.zeros(1).is_cuda
+            assert not torch.Tensor([1.0]).is_cuda and torch.nn.Parameter(torch.Tensor(2)).shape == (2,)
             torch.set_default_device("cuda"); assert torch.get_default_device().type == "cuda"
             model = build(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
             while True: model(torch.rand(8, 64)).mean().backward(); optimizer.step()

@@ -1,8 +1,8 @@
 """A step that names `cuda` runs on the simulated card: every call of torch that takes a device is led there.
 
 Replaces: torch.cuda.FloatTensor and its like, torch.set_default_device, torch.get_default_device,
-torch.set_default_tensor_type, torch.compile, torch.nn.Module.compile, torch.nn.Module._apply. The rest
-is seen through a `TorchFunctionMode`, `RedirectedCalls`, and replaces nothing.
+torch.set_default_tensor_type, torch.Tensor.__new__, torch.compile, torch.nn.Module.compile, torch.nn.Module._apply.
+The rest is seen through a `TorchFunctionMode`, `RedirectedCalls`, and replaces nothing.
 
 Promises:
 - `device="cuda"`, `.cuda()`, `.to("cuda")`, `.to(0)`, `.type("torch.cuda.FloatTensor")` and `torch.device("cuda")` as a
@@ -84,6 +84,8 @@ class DefaultDevice:
 
     def __init__(self) -> None:
         self.is_card = False
+        # By `set_default_tensor_type`, which `torch.Tensor(...)` goes by; it does not go by the default device.
+        self._is_type_of_card = False
 
     def patches(self) -> Iterator[Patch]:
         """Have torch's own functions set and tell it; a card that is not there would be refused by torch."""
@@ -92,6 +94,7 @@ class DefaultDevice:
             torch.get_default_device,
             torch.set_default_tensor_type,
         )
+        make: Any = torch.Tensor.__new__
 
         def set_default_device(device: Any) -> None:
             self.is_card = device is not None and torch.device(device).type in _GPU
@@ -99,9 +102,14 @@ class DefaultDevice:
 
         def set_default_tensor_type(kind: Any) -> None:
             name = f"{kind.__module__}.{kind.__name__}" if isinstance(kind, type) else kind
-            self.is_card = name.startswith("torch.cuda.")
+            self.is_card = self._is_type_of_card = name.startswith("torch.cuda.")
             set_type(name.replace("torch.cuda.", "torch."))
 
+        def make_of_default_type(cls: type, *args: Any, **kwargs: Any) -> Any:
+            tensor = make(cls, *args, **kwargs)
+            return tensor.to("cuda") if self._is_type_of_card and cls is torch.Tensor else tensor
+
+        yield Patch(torch.Tensor, "__new__", make_of_default_type)
         yield Patch(torch, "set_default_device", set_default_device)
         yield Patch(torch, "get_default_device", lambda: torch.device("cuda", 0) if self.is_card else device_of())
         yield Patch(torch, "set_default_tensor_type", set_default_tensor_type)
