@@ -180,6 +180,22 @@ def test_the_peak_is_that_of_a_workload_of_the_same_step(tmp_path: Path) -> None
             model = build(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
             while True: model(torch.rand(8, 64)).mean().backward(); optimizer.step()
         """,
+        "a backward of its own that makes tensors on the card, and solves until its error is small": """
+            from torch.utils.checkpoint import checkpoint
+            def halved(y): return y * torch.tensor(0.5, device="cuda") + torch.as_tensor(1.0, device=y.device)
+            class Solved(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx, y): return halved(y)
+                @staticmethod
+                def backward(ctx, gradient):
+                    while not gradient.norm() < 1e-3: gradient = halved(last(gradient))
+                    return gradient
+            model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1); last = nn.Linear(64, 64).cuda()
+            while True:
+                y = Solved.apply(checkpoint(model, torch.randn(8, 64).cuda(), use_reentrant=False))
+                torch.autograd.grad(y.mean(), list(model.parameters()), retain_graph=True)
+                y.mean().backward(); optimizer.step()
+        """,
         "a graph for TensorBoard": """
             from torch.utils.tensorboard import SummaryWriter
             model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -5,7 +5,7 @@ Promises:
   (a generator, an actor) included; zeroed gradients, if weights are updated by hand; forwards and calls of `generate`,
   if the program makes no optimizer and computes without gradients;
 - the last window has a batch as large as any before: a pass that ends in what is left of the data is not the last;
-- forwards are those of top-level modules: what a module or `generate` calls inside is not counted;
+- forwards are those of top-level modules: what a module, `generate` or a backward calls inside is not counted;
 - the program is ended by `finish`, from within the hook: frameworks catch every exception.
 """
 
@@ -248,13 +248,13 @@ class Watch:
             self.finish()
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        backward, zero_grad = torch.autograd.backward, nn.Module.zero_grad
+        backward, derive, zero_grad = torch.autograd.backward, torch.autograd.grad, nn.Module.zero_grad
         make_loader, iterate = DataLoader.__init__, DataLoader.__iter__
         call: Any = nn.Module.__call__
         make_optimizer = torch.optim.Optimizer.__init__
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._depth or next(module.parameters(), None) is None:
+            if self._depth or self._is_in_backward or next(module.parameters(), None) is None:
                 return call(module, *args, **kwargs)
             if torch.is_grad_enabled():
                 self.saw_model(module)
@@ -279,6 +279,13 @@ class Watch:
             finally:
                 self._is_in_backward = False
                 self.enter_phase("batch")
+
+        def derived(*args: Any, **kwargs: Any) -> Any:
+            was, self._is_in_backward = self._is_in_backward, True
+            try:
+                return derive(*args, **kwargs)
+            finally:
+                self._is_in_backward = was
 
         def zeroed(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             self._zeroed()
@@ -316,6 +323,7 @@ class Watch:
         yield torch.optim.Optimizer, "__init__", create
         yield from self._generating()
         yield torch.autograd, "backward", counted
+        yield torch.autograd, "grad", derived
         yield nn.Module, "zero_grad", zeroed
         yield BaseProcess, "start", self._noting_processes()
         if hasattr(os, "fork"):

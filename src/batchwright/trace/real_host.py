@@ -51,6 +51,7 @@ from batchwright.simulated.torch_patches.patches import Patch, TorchPatches, app
 from batchwright.simulated.torch_patches.redirected_calls import (
     DefaultDevice,
     RedirectedCalls,
+    backwards_of_functions,
     compiled_as_eager,
     move_with_gradient,
     moving_parameters,
@@ -348,6 +349,7 @@ def program_on_card(card: SimulatedCard, *, devices: int | None = None) -> Itera
                 _ways_of_programs(seeing_the_card, devices or 1, trace.notes.setdefault),
                 trace._weights.seeing_parameters(),
                 default.patches(),
+                backwards_of_functions(),
                 checkpoints_of_the_card(),
                 compiled_as_eager(trace.notes.setdefault),
             )

@@ -1,8 +1,9 @@
 """A step that names `cuda` runs on the simulated card: every call of torch that takes a device is led there.
 
 Replaces: torch.cuda.FloatTensor and its like, torch.set_default_device, torch.get_default_device,
-torch.set_default_tensor_type, torch.Tensor.__new__, torch.compile, torch.nn.Module.compile, torch.nn.Module._apply.
-The rest is seen through a `TorchFunctionMode`, `RedirectedCalls`, and replaces nothing.
+torch.set_default_tensor_type, torch.Tensor.__new__, torch.compile, torch.nn.Module.compile, torch.nn.Module._apply,
+torch.autograd.function.BackwardCFunction.apply. The rest is seen through a `TorchFunctionMode`, `RedirectedCalls`,
+and replaces nothing.
 
 Promises:
 - `device="cuda"`, `.cuda()`, `.to("cuda")`, `.to(0)`, `.type("torch.cuda.FloatTensor")` and `torch.device("cuda")` as a
@@ -11,6 +12,7 @@ Promises:
 - a tensor on the card says of itself what one on a GPU says: `is_cuda`, `device` is `cuda:0`;
 - indices that are lists, ranges or arrays work as on a GPU, and one index is told from several as torch does it; a
   tensor of the host cannot be indexed with one of the card, as on CUDA;
+- so does what a backward pass calls in Python, in a function's own backward;
 - `torch.tensor(..., device="cuda")`, which escapes fake tensors, is made on the host and moved;
 - where a module is moved, a parameter, gradient or buffer that is already there stays the very same, and any other is
   moved within itself, so that an optimizer which holds it goes on holding it.
@@ -19,11 +21,13 @@ Promises:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -282,6 +286,26 @@ _MOVES_ARGUMENTS = (torch.Tensor.to,)
 _GPU = ("cuda", NAME)
 
 
+# Modes in the midst of a call that runs a backward pass.
+_set_aside: list[RedirectedCalls] = []
+
+
+def backwards_of_functions() -> Iterator[Patch]:
+    """Have the backward of a `torch.autograd.Function`, which is Python, led to the card as its forward is."""
+    apply: Any = BackwardCFunction.apply
+
+    def apply_on_card(function: Any, *gradients: Any) -> Any:
+        mode = _set_aside.pop() if _set_aside else None
+        try:
+            with mode or nullcontext():
+                return apply(function, *gradients)
+        finally:
+            if mode is not None:
+                _set_aside.append(mode)
+
+    yield Patch(BackwardCFunction, "apply", apply_on_card)
+
+
 class RedirectedCalls(TorchFunctionMode):
     """Leads calls that name a GPU to `target`: the simulated card, or meta while a model is built."""
 
@@ -294,6 +318,9 @@ class RedirectedCalls(TorchFunctionMode):
     ) -> Any:
         """Run one call of torch, its devices exchanged."""
         kwargs = kwargs or {}
+        # Looked up as it is now: who watches a program puts its own in place of `grad`.
+        if func in (torch.Tensor.backward, torch.autograd.grad):
+            return self._run_backward(func, *args, **kwargs)
         if func is torch.device:
             return func(*args, **kwargs)  # a name is only led where it is used
         # Getters are made anew each time they are looked up, so they are equal, not the same.
@@ -336,6 +363,14 @@ class RedirectedCalls(TorchFunctionMode):
             device, is_trained = kwargs.pop("device"), kwargs.pop("requires_grad", False)
             return func(*args, **kwargs, device="cpu").to(device).requires_grad_(is_trained)
         return raising_what_was_taken(func, *args, **kwargs)
+
+    def _run_backward(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass: torch sets this mode aside, and functions with a backward of their own need it."""
+        _set_aside.append(self)
+        try:
+            return raising_what_was_taken(func, *args, **kwargs)
+        finally:
+            _set_aside.pop()
 
     def _led(self, value: Any) -> Any:
         if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
