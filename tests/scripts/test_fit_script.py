@@ -154,6 +154,19 @@ def test_a_pass_that_ends_in_what_is_left_of_the_data_is_followed_to_the_next_wh
     assert left.peak_bytes.allocated == whole.peak_bytes.allocated
 
 
+def test_a_program_that_slices_its_own_data_gets_no_answer_beyond_them(folder: Path) -> None:
+    (folder / "sliced.py").write_text(
+        "import sys, torch\ndata = torch.ones(5000, 8).cuda(); size = int(sys.argv[1])\n"
+        "model = torch.nn.Linear(8, 8).cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "while True:\n    for start in range(0, 5000, size):\n"
+        "        model(data[start : start + size]).sum().backward(); optimizer.step()\n"
+    )
+    fit = fit_script(Script(["sliced.py", "{micro_batch}"], cwd=folder), on="t4-16gb")
+    assert fit.micro_batch == 5000
+    assert fit.next_size is not None
+    assert fit.next_size.why == "not tried: the model receives 5,000 samples at most"
+
+
 @pytest.mark.parametrize("drop", ["drop_last=True", "drop_last=False"])
 def test_no_batch_is_larger_than_all_samples_of_the_loader(folder: Path, drop: str) -> None:
     (folder / "few.py").write_text(

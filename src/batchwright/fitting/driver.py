@@ -185,6 +185,7 @@ class Cause(Enum):
 
     LIMIT = "the limit is {number:,}"
     DATASET = "the dataset holds {number:,} samples"
+    RECEIVED = "the model receives {number:,} samples at most"
     EFFECTIVE_BATCH = "the effective batch is {number:,}"
     LARGEST = "{number:,} is the largest size that is tried unless a limit is given"
     TRIALS = "{number:,} trials were used up (max_trials)"

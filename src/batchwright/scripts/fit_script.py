@@ -3,7 +3,8 @@
 Promises:
 - the search, its budget, its tables and its result are those of a workload; only the prober is another;
 - a size at which the program fails, where it runs with more samples, is too small and passed over;
-- no size is an answer for which the program's loader has not enough samples: the search then ends at those it has;
+- no size is an answer for which the program has not enough samples: the search ends at those that its loader draws
+  from, or at those that the model received at most;
 - the option that was turned is named, and that the model's inputs follow it was seen;
 - on a simulated card the answer is predicted, not certified.
 """
@@ -37,14 +38,16 @@ if TYPE_CHECKING:
 _OF_WORKLOADS = {"evaluate": False, "clip_norm": None, "allocator": None, "isolate": None}
 # Ends that are looked at here before they are an error.
 _WITHOUT_A_STEP = (TOO_SMALL, FAILED, FINISHED, EXITED)
+# At so many sizes the model's inputs must have followed before it means something that they stay behind.
+_ENOUGH_TO_FOLLOW = 2
 
 
 class _BeyondDataError(Exception):
-    """A batch was asked for that is larger than all that the program's loader draws from."""
+    """A batch was asked for that is larger than all the samples that the program has."""
 
-    def __init__(self, num_samples: int) -> None:
-        super().__init__(num_samples)
-        self.num_samples = num_samples
+    def __init__(self, cap: Cap, text: str) -> None:
+        super().__init__(text)
+        self.cap, self.text = cap, text
 
 
 @dataclass
@@ -88,6 +91,7 @@ class ScriptProber:
         self._check_that_data_suffice(micro_batch, {micro_batch: run})
         if not run.was_cut and run.end not in (OUT_OF_MEMORY, *tolerated):
             self.probes.refuse(run, command)
+        self._check_that_all_are_received(micro_batch, {**runs, micro_batch: run})
         self.runs[micro_batch, str(shape)] = run
         check_that_it_follows(
             self.script, {size: seen for (size, shape_of), seen in self.runs.items() if shape_of == str(shape)}
@@ -112,7 +116,20 @@ class ScriptProber:
             if size in (batch, batch * self.probes.devices):
                 most = num_samples * size // batch
                 if 0 < most < micro_batch:
-                    raise _BeyondDataError(most)
+                    text = f"the program's loader draws from {counted(most, 'sample')}: none larger is tried"
+                    raise _BeyondDataError(Cap(most, Cause.DATASET), text)
+
+    def _check_that_all_are_received(self, micro_batch: int, runs: Mapping[int, ScriptRun]) -> None:
+        """Raise if the model's inputs followed the size, and now stay behind: a program may slice its own data."""
+        received = {size: run.batch_size or 0 for size, run in runs.items() if size > 1}
+        smaller = [size for size in received if size < micro_batch]
+        per_sample = {received[size] / size for size in smaller}
+        if len(smaller) < _ENOUGH_TO_FOLLOW or len(per_sample) > 1 or not (each := per_sample.pop()).is_integer():
+            return
+        if 0 < received[micro_batch] < each * micro_batch:
+            most = received[micro_batch] // int(each)
+            text = f"the model receives {counted(most, 'sample')} at most: none larger is tried"
+            raise _BeyondDataError(Cap(most, Cause.RECEIVED), text)
 
     def restored(self) -> Restored:
         """Nothing of the user's was changed."""
@@ -131,12 +148,15 @@ def fit_script(script: Script, request: FitRequest, say: Callable[[str], None]) 
         script, notes = with_recognised_options(probes, (MICRO_BATCH,), shape=request.shapes[0], say=say)
         accumulation = request.accumulation if script.sets_accumulation else None
         prober = ScriptProber(script, probes, probe_bytes, accumulation)
-        search, say = partial(fit_shapes, request, prober, budget, name=script.name), _saying_once(say)
-        try:
-            answer = search(cap=find_cap(request), say=say)
-        except _BeyondDataError as beyond:
-            say(f"the program's loader draws from {counted(beyond.num_samples, 'sample')}: none larger is tried")
-            answer = search(cap=Cap(beyond.num_samples, Cause.DATASET), say=say)
+        search = partial(fit_shapes, request, prober, budget, name=script.name, say=_saying_once(say))
+        cap = find_cap(request)
+        answer = None
+        while answer is None:
+            try:
+                answer = search(cap=cap)
+            except _BeyondDataError as beyond:  # what has run is not run again
+                say(beyond.text)
+                cap = beyond.cap
 
     def with_command(fit: Fit) -> Fit:
         if fit.micro_batch is None:
