@@ -196,6 +196,19 @@ def test_the_peak_is_that_of_a_workload_of_the_same_step(tmp_path: Path) -> None
                 torch.autograd.grad(y.mean(), list(model.parameters()), retain_graph=True)
                 y.mean().backward(); optimizer.step()
         """,
+        "tensors of a class of its own": """
+            class Named(torch.Tensor):
+                @classmethod
+                def __torch_function__(cls, func, types, args=(), kwargs=None):
+                    made = super().__torch_function__(func, types, args, kwargs)
+                    if isinstance(made, Named): made.tag = "a"
+                    return made
+            model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            while True:
+                x = torch.randn(8, 64).as_subclass(Named)
+                assert (x + 1).tag == "a"
+                model(x.to("cuda")).mean().backward(); optimizer.step()
+        """,
         "a graph for TensorBoard": """
             from torch.utils.tensorboard import SummaryWriter
             model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -346,6 +346,7 @@ def program_on_card(card: SimulatedCard, *, devices: int | None = None) -> Itera
                 # As under a launcher: a program may count its cards, though it works on the first.
                 *([_counting_cards(devices)] if devices is not None else []),
                 _ways_out(trace),
+                _plain_on_card(trace._note),
                 _ways_of_programs(seeing_the_card, devices or 1, trace.notes.setdefault),
                 trace._weights.seeing_parameters(),
                 default.patches(),
@@ -377,6 +378,19 @@ def _ways_out(trace: RealHostTrace) -> Iterator[Patch]:
     yield Patch(FakeTensor, "numpy", lambda tensor, **_: numbers(tensor).numpy())
     yield Patch(FakeTensor, "tolist", lambda tensor: numbers(tensor).tolist())
     yield Patch(FakeTensor, "__format__", formatted)
+
+
+def _plain_on_card(note: Callable[[str], object]) -> Iterator[Patch]:
+    """Tensors of a program's own class that come to the card: one without memory has a class already."""
+    as_subclass: Any = torch.Tensor.as_subclass
+
+    def as_it_is(tensor: torch.Tensor, cls: type) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            return as_subclass(tensor, cls)
+        note(f"tensors of the class {cls.__name__} are plain ones on the card: what else they hold stays on the host")
+        return tensor
+
+    yield Patch(torch.Tensor, "as_subclass", as_it_is)
 
 
 def _ways_of_programs(
