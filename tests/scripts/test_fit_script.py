@@ -167,6 +167,16 @@ def test_a_program_that_slices_its_own_data_gets_no_answer_beyond_them(folder: P
     assert fit.next_size.why == "not tried: the model receives 5,000 samples at most"
 
 
+def test_memory_that_runs_out_is_recognised_in_a_program_that_leaves_by_sys_exit(folder: Path) -> None:
+    program = (folder / "train.py").read_text()
+    lines = "\n".join(f"    {line}" for line in program.splitlines())
+    (folder / "main.py").write_text(f"import sys\ntry:\n{lines}\nexcept Exception as error:\n    sys.exit(1)\n")
+    script = Script(["main.py", "--batch-size", "{micro_batch}"], cwd=folder)
+    fit = fit_script(script, on="t4-16gb", memory="2GiB")
+    assert fit.next_size is not None
+    assert fit.next_size.outcome == "out_of_memory"
+
+
 @pytest.mark.parametrize("drop", ["drop_last=True", "drop_last=False"])
 def test_no_batch_is_larger_than_all_samples_of_the_loader(folder: Path, drop: str) -> None:
     (folder / "few.py").write_text(

@@ -288,10 +288,13 @@ class _Run:
             end, error = (FINISHED if leaving.code in (None, 0) else EXITED), leaving
         except BaseException as raised:
             end, error = FAILED, raised
-            if is_out_of_memory(raised):
-                end = OUT_OF_MEMORY
-            elif is_too_small(raised):
-                end = TOO_SMALL
+        if error is not None and end != FINISHED:
+            # Hydra prints what a program raised, and leaves by sys.exit.
+            raised_before = error.__context__ if end == EXITED else error
+            if raised_before is not None and is_out_of_memory(raised_before):
+                end, error = OUT_OF_MEMORY, raised_before
+            elif raised_before is not None and is_too_small(raised_before):
+                end, error = TOO_SMALL, raised_before
         self._leave(end, error)
 
     def _leave(self, end: str, error: BaseException | None = None) -> NoReturn:
