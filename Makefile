@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# What the demo asks; benchmarks/tune_pays.py checks that the answer pays.
+# What the demo asks.
 DEMO := tune examples/char_gpt.py:workload --memory 64MiB --steps 120 --noise-batch 32
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 

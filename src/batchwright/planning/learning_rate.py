@@ -243,8 +243,8 @@ def _checked_decay(value: object) -> float:
     return 0.0 if value == 0 and not isinstance(value, bool) else checked_batch(value, "weight decay")
 
 
-# Branches try factors of 2, so the best rate lies within half of one.
-_HALF_OF_A_FACTOR = math.sqrt(2)
+# Rates are tried by factors of the root of 2, on a seed or two: what is best lies within about one such factor.
+_ONE_FACTOR = math.sqrt(2)
 
 
 @dataclass(frozen=True)
@@ -263,25 +263,35 @@ class RecommendedRate:
     rule: str
 
 
-def rate_from_branches(rate: float, factors: Mapping[int, float], batch: int) -> RecommendedRate:
+def rate_from_branches(
+    rate: float, factors: Mapping[int, float], batch: int, ruled: RecommendedRate | None = None
+) -> RecommendedRate:
     """Return the rate for a batch from the factors of `rate` that branches found best, by their batch.
 
+    Short trainings like higher rates than long ones, and the rule starts from a rate that was right for the long one:
+    if there is a rule, it is the middle of both.
+
     >>> rate_from_branches(0.1, {16: 1.0, 64: 2.0}, 32).rule
-    'tuned by factors of 2 in short branches: 0.1 at batch 16, 0.2 at batch 64; on their line'
+    'tuned in short branches: 0.1 at batch 16, 0.2 at batch 64; on their line'
     """
     nearest = min(max(batch, min(factors)), max(factors))
     factor = _on_power_law(factors, nearest)
     tuned = ", ".join(f"{rate * best:.3g} at batch {size:,}" for size, best in factors.items())
     place = "on their line" if nearest == batch else f"batch {batch:,} is outside, and takes the end of their line"
+    apart = _ONE_FACTOR
+    if ruled is not None:
+        place += f"; the rule says {ruled.recommended:.3g}, and this is the middle of both"
+        apart = max(apart, math.sqrt(max(factor / ruled.factor, ruled.factor / factor)))
+        factor = math.sqrt(factor * ruled.factor)
     return RecommendedRate(
         source="measured",
         now=rate,
         at_batch=None,
         factor=factor,
         recommended=rate * factor,
-        low=rate * factor / _HALF_OF_A_FACTOR,
-        high=rate * factor * _HALF_OF_A_FACTOR,
-        rule=f"tuned by factors of 2 in short branches: {tuned}; {place}",
+        low=rate * factor / apart,
+        high=rate * factor * apart,
+        rule=f"tuned in short branches: {tuned}; {place}",
     )
 
 
@@ -297,8 +307,8 @@ def rate_from_race(rate: float, factor: float, batch: int) -> RecommendedRate:
         at_batch=None,
         factor=factor,
         recommended=rate * factor,
-        low=rate * factor / _HALF_OF_A_FACTOR,
-        high=rate * factor * _HALF_OF_A_FACTOR,
+        low=rate * factor / _ONE_FACTOR,
+        high=rate * factor * _ONE_FACTOR,
         rule=f"tuned by factors of the root of 2 in a race at batch {batch:,}",
     )
 
@@ -324,7 +334,7 @@ def rate_by_rule(
 def _on_power_law(factors: Mapping[int, float], batch: float) -> float:
     """Return the factor at a batch on the power law through those tuned, between constant and proportional.
 
-    Each was tuned to a factor of 2, on one seed: all of them together tell more than the two beside the batch.
+    Each was tuned on two seeds: all of them together tell more than the two beside the batch.
 
     >>> round(_on_power_law({16: 1.0, 64: 2.0}, 32), 3), round(_on_power_law({16: 2.0, 64: 1.0}, 64), 3)
     (1.414, 1.414)

@@ -323,12 +323,13 @@ def recommend_rate(measured: Measured, choice: Choice, batch: int) -> Recommende
         return None
     if measured.race is not None and measured.race.reaches_horizon and batch == measured.race.winner:
         return rate_from_race(workload.learning_rate, measured.race.learning_rate_factor, batch)
-    if measured.branches is not None and measured.branches.factors:
-        return rate_from_branches(workload.learning_rate, measured.branches.factors, batch)
-    if workload.optimizer is None or measured.noise is None or choice.critical is None:
-        return None
-    before = measured.noise.effective_batch
-    return rate_by_rule(workload.learning_rate, workload.optimizer, before, batch, choice.critical)
+    ruled = None
+    if workload.optimizer is not None and measured.noise is not None and choice.critical is not None:
+        before = measured.noise.effective_batch
+        ruled = rate_by_rule(workload.learning_rate, workload.optimizer, before, batch, choice.critical)
+    if measured.branches is None or not measured.branches.factors:
+        return ruled
+    return rate_from_branches(workload.learning_rate, measured.branches.factors, batch, ruled)
 
 
 def _with_twice_the_memory(measured: Measured, choice: Choice, *, keeps_batch: bool) -> Change:
