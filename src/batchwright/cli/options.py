@@ -169,6 +169,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--accumulation": {"type": Count(), "help": "Micro-batches per optimizer step."},
     "--devices": {"type": Count(), "help": "Data-parallel ranks."},
     "--effective-batch": {"type": Count(), "help": "Samples per optimizer step, over all devices."},
+    "--samples": {"type": Count(), "help": "Samples to train on."},
     "--steps": {"type": Count(), "default": 200, "help": "Optimizer steps to train."},
     "--limit": {"type": Count(), "help": "The largest micro-batch of interest."},
     "--for": {"metavar": "FRAMEWORK", "help": f"Print what to paste into: {', '.join(FRAMEWORKS)}."},

@@ -20,7 +20,7 @@ _MOVED = {
 @click.argument("effective", type=Count(), required=False)
 @shared("--micro-batch", help="Here: the largest that fits.")
 @shared("--devices", default=1)
-@click.option("--samples", type=Count(), help="Samples in the dataset; gives forwards and updates per epoch.")
+@shared("--samples", help="Of an epoch: gives its forwards and updates.")
 @click.option(
     "--policy",
     metavar=f"[{'|'.join(POLICIES)}]",

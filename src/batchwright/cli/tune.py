@@ -52,9 +52,9 @@ _FOR_SCRIPTS = (
     help="Also train short branches at these batches, such as 16,32,64,128.",
 )
 @click.option("--race", is_flag=True, help="Train the recommended batch against half and double.")
-@click.option("--until-loss", type=float, metavar="LOSS", help="Until where the run is meant to go: a loss,")
-@click.option("--samples", type=Count(), help="so many samples,")
-@click.option("--hours", type=float, help="or so long.  [default: the data once, or 10 times what was trained]")
+@shared("--samples", help="Of the run to come.  [default: the data once, or 10 times what was trained]")
+@click.option("--hours", type=float, help="How long the run is to take, instead of --samples.")
+@click.option("--until-loss", type=float, metavar="LOSS", help="The loss at which it is to end, instead of --samples.")
 @click.option("--skip", metavar="STAGES", help="Leave out fit, estimate, throughput, audit, noise, branches or race.")
 @click.option(
     "--run-file", "file", metavar="FILE", default="run.json", show_default=True, help="Where the run is written."

@@ -121,10 +121,10 @@ class Course:
     @cached_property
     def _variance(self) -> float:
         """Of the signal over the noise in one observation, by how far each stretch is off between its neighbours."""
-        each = [(seen, number) for *_, seen, number in self._series]
+        seen_by_number = [(seen, number) for *_, seen, number in self._series]
         squares = [
             (a - 2 * b + c) ** 2 / (1 / k + 4 / m + 1 / n)
-            for (a, k), (b, m), (c, n) in zip(each, each[1:], each[2:], strict=False)
+            for (a, k), (b, m), (c, n) in zip(seen_by_number, seen_by_number[1:], seen_by_number[2:], strict=False)
         ]
         return median(squares) / _MEDIAN_OF_SQUARES
 

@@ -124,10 +124,14 @@ class ScriptProber:
         received = {size: run.batch_size or 0 for size, run in runs.items() if size > 1}
         smaller = [size for size in received if size < micro_batch]
         per_sample = {received[size] / size for size in smaller}
-        if len(smaller) < _ENOUGH_TO_FOLLOW or len(per_sample) > 1 or not (each := per_sample.pop()).is_integer():
+        if (
+            len(smaller) < _ENOUGH_TO_FOLLOW
+            or len(per_sample) > 1
+            or not (received_per_sample := per_sample.pop()).is_integer()
+        ):
             return
-        if 0 < received[micro_batch] < each * micro_batch:
-            most = received[micro_batch] // int(each)
+        if 0 < received[micro_batch] < received_per_sample * micro_batch:
+            most = received[micro_batch] // int(received_per_sample)
             text = f"the model receives {counted(most, 'sample')} at most: none larger is tried"
             raise _BeyondDataError(Cap(most, Cause.RECEIVED), text)
 
@@ -174,11 +178,11 @@ def fit_script(script: Script, request: FitRequest, say: Callable[[str], None]) 
 
 def _saying_once(say: Callable[[str], None]) -> Callable[[str], None]:
     """Say what was not said before."""
-    said: set[str] = set()
+    texts: set[str] = set()
 
     def say_once(text: str) -> None:
-        if text not in said:
-            said.add(text)
+        if text not in texts:
+            texts.add(text)
             say(text)
 
     return say_once

@@ -228,6 +228,6 @@ def _put_leaf(what: str, value: Any, tensors: dict[str, list[torch.Tensor]], num
     if what != "object":
         return tensors[what][value]
     cls, names, held = value
-    made = cls.__new__(cls)
-    vars(made).update(zip(names, _put(held, tensors, numbers), strict=True))
-    return made
+    instance = cls.__new__(cls)
+    vars(instance).update(zip(names, _put(held, tensors, numbers), strict=True))
+    return instance

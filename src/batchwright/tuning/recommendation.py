@@ -153,12 +153,8 @@ def plan_horizon(measured: Measured, request: TuneRequest) -> tuple[Horizon | No
     """Return until where the run is meant to go, and why not until where it was asked for."""
     course = None if measured.noise is None else measured.noise.course
     if course is None or not course.is_known:
-        given = [name for name, value in request.horizon.items() if value is not None]
-        why = (
-            f"the horizon ({given[0].replace('_', ' ')}) changes nothing: no trend of the noise scale was measured"
-            if given
-            else ""
-        )
+        names = [name.replace("_", " ") for name, value in request.horizon.items() if value is not None]
+        why = f"the horizon ({names[0]}) changes nothing: no trend of the noise scale was measured" if names else ""
         return None, why
     times, devices = measured.times, request.devices
     seconds_to: Callable[[CriticalBatch, float], float] | None = None
@@ -169,9 +165,9 @@ def plan_horizon(measured: Measured, request: TuneRequest) -> tuple[Horizon | No
             curve = TimeToLoss(critical.known_value, step, most=measured.samples or LARGEST_COUNT)
             return progress * curve.at(curve.soonest)
 
-    asked: dict[str, Any] = {name: value for name, value in request.horizon.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in request.horizon.items() if value is not None}
     try:
-        return find_horizon(course, **asked, data=measured.samples, seconds_to=seconds_to), ""
+        return find_horizon(course, **given, data=measured.samples, seconds_to=seconds_to), ""
     except InvalidInputError as error:
         usual = find_horizon(course, data=measured.samples)
         words = usual.words.replace("as no horizon was given", "as the one that was asked for cannot be used")

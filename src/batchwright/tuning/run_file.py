@@ -347,10 +347,10 @@ class BranchesSection:
         }
         reached = [row for row in section.get("branches", ()) if row["mean_steps"] is not None]
         samples = reached[0]["batch"] * reached[0]["mean_steps"] if reached else None
-        found = CriticalBatch.from_dict(section["critical_batch"])
+        critical = CriticalBatch.from_dict(section["critical_batch"])
         # Where no batch is sooner than another the fit says nearly 0; no critical batch is below a sample.
-        ends = (max(found.value, 1.0), max(found.low, 1.0) if found.low > 0 else 0.0, max(found.high, 1.0))
-        return cls(replace(found, value=ends[0], low=min(ends[:2]), high=ends[2]), samples, factors)
+        ends = (max(critical.value, 1.0), max(critical.low, 1.0) if critical.low > 0 else 0.0, max(critical.high, 1.0))
+        return cls(replace(critical, value=ends[0], low=min(ends[:2]), high=ends[2]), samples, factors)
 
 
 @dataclass(frozen=True)
