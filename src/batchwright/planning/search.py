@@ -321,8 +321,15 @@ def by_exact_peaks(cap: int, limit: int) -> Generator[int, Seen, None]:
         elif limit >= tensors[high]:
             size = next(by_reserved)(reserved, low, high, limit)
         else:
-            size = next(by_tensors)(tensors, low, high, limit)
+            guess = next(by_tensors)
+            # From the flat start a chord meets a limit just above it beside the smaller size, far from the rise.
+            size = (halve if guess is find_crossing and _is_flat(tensors, low) else guess)(tensors, low, high, limit)
         size = bounds.inside(size)
+
+
+def _is_flat(peaks: Mapping[int, int], size: int) -> bool:
+    """Whether the peak has not risen up to a size."""
+    return size > 1 and peaks[size] <= min(peaks.values())
 
 
 # Beyond so many samples a gap of one is finer than what an allocator rounds to: a thousandth will do.
