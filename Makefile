@@ -58,7 +58,7 @@ test-all: test
 CORE := $(addprefix tests/accumulate/test_, micro_batches.py precise.py step.py weights.py) \
   $(addprefix tests/device/test_, counted_bytes.py step.py) \
   $(addprefix tests/memory/test_, on_card.py) \
-  $(addprefix tests/noise/capture/test_, halves.py own_loop.py) \
+  $(addprefix tests/noise/capture/test_, half_batches.py own_loop.py) \
   $(addprefix tests/simulated/test_, card.py torch_names.py) \
   $(addprefix tests/simulated/operators/test_, attention.py autocast.py) \
   $(addprefix tests/simulated/torch_patches/test_, patches.py redirected_calls.py) \

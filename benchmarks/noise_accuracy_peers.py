@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from noise_accuracy_problems import BATCH, PART_SIZE, PARTS, SEQUENCE
 
-from batchwright.noise.track import Observation, Squares
+from batchwright.noise.observations import Observation, Squares
 
 if TYPE_CHECKING:
     from noise_accuracy_problems import Array, Draws

@@ -16,7 +16,7 @@ import batchwright as bw
 
 FAULT, PLACE = os.environ.get("FAULT", "none"), os.environ.get("FAULT_PLACE", "loss")
 SICK = os.environ.get("RANK") == os.environ.get("FAULT_RANK", "1")
-IN_CHILD = any("batchwright.fitting.child" in word for word in sys.orig_argv)
+IN_CHILD = any("batchwright.fitting.probe_process" in word for word in sys.orig_argv)
 
 
 def maybe_fail(place: str) -> None:

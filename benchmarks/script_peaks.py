@@ -330,7 +330,7 @@ def observe(words: list[str], until: str, *, seconds: float = 240.0) -> tuple[in
 
 ASKED = ("VmData", "VmSize", "VmPeak")
 FIRST_OF_ALL = "import time, torch, torch._dynamo; torch.ones(8).add_(1)"
-OURS = "import batchwright.device.host, batchwright.scripts.child, batchwright.scripts.watch"
+OURS = "import batchwright.device.host, batchwright.scripts.fork_server, batchwright.scripts.program_hooks"
 WAIT = "print('ready'); time.sleep(600)"
 GO_ON = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 

@@ -19,10 +19,10 @@ import torch
 from batchwright.device.outcome import Outcome
 from batchwright.fitting import cache as cache_file
 from batchwright.fitting.cache import AnswerBook, Answers, Remembered, from_remembered
-from batchwright.fitting.driver import find_cap, fit_shapes
 from batchwright.fitting.fit_result import Fit, NextSize, Restored
 from batchwright.fitting.probers import Budget
 from batchwright.fitting.request import FitRequest
+from batchwright.fitting.run_search import find_cap, fit_shapes
 from batchwright.planning.search import Seen, by_doubling, by_growing, by_peaks, by_powers_of_two, by_prediction
 from batchwright.targets import load_workload
 from batchwright.units import PeakBytes

@@ -14,7 +14,7 @@ from torch import nn
 
 import batchwright as bw
 from batchwright.errors import BatchwrightError, InvalidInputError, NothingFitsError, StepFailedError
-from batchwright.fitting.child import Child, Job
+from batchwright.fitting.probe_process import Child, Job
 from tests.fitting import targets
 
 TARGETS = Path(targets.__file__)

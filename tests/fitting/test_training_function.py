@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.fitting.driver import Cap, Cause
 from batchwright.fitting.find_batch_size import Sizes, _well_divisible, by_doubling_among
+from batchwright.fitting.run_search import Cap, Cause
 from batchwright.planning.search import Seen
 from batchwright.planning.split import divisors
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.errors import InvalidInputError
-from batchwright.noise.capture.leaves import square
+from batchwright.noise.capture.weight_hooks import square
 from batchwright.noise.interval import LEAST_OBSERVATIONS, fieller, student_t
 from batchwright.noise.noise_scale import estimate
-from batchwright.noise.track import Squares, Track
+from batchwright.noise.observations import Squares, Track
 
 DIMENSIONS = 20
 

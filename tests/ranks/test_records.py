@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.ranks.meeting import Address, Member, RankFailure
-from batchwright.ranks.watch import Status
+from batchwright.ranks.stuck_ranks import Status
 
 SECONDS = st.floats(0, 1e9)
 ERRORS = st.none() | st.dictionaries(st.text(), st.text() | st.integers() | st.lists(st.text()))

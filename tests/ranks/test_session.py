@@ -14,19 +14,19 @@ import pytest
 import batchwright
 from batchwright import errors
 from batchwright.device.outcome import Outcome
-from batchwright.fitting.child import ProbeReport
 from batchwright.fitting.fit_result import Fit, MemoryLine, NextSize, Restored
+from batchwright.fitting.probe_process import ProbeReport
 from batchwright.fitting.probers import join_verdicts
 from batchwright.ranks import meeting
 from batchwright.ranks.meeting import Place, RankFailure
 from batchwright.ranks.session import Session
-from batchwright.ranks.watch import Watch
+from batchwright.ranks.stuck_ranks import Watch
 from batchwright.units import PeakBytes
 
 ROOT = Path(batchwright.__file__).parent
 PICKLING = {"broadcast_object_list", "gather_object", "all_gather_object", "scatter_object_list", "send_object_list"}
 # A workload without a target is handed to a child process of this rank, in a file that only its user reads.
-OWN_FILE = "fitting/child.py"
+OWN_FILE = "fitting/probe_process.py"
 
 
 def test_nothing_that_ranks_send_each_other_is_pickled() -> None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchwright.errors import BatchwrightError, InvalidInputError, StepFailedError
-from batchwright.scripts.child import descendants_of
+from batchwright.scripts.fork_server import descendants_of
 from batchwright.scripts.probe import Probes
+from batchwright.scripts.program_hooks import Watch
 from batchwright.scripts.script import Script
-from batchwright.scripts.watch import Watch
 
 if TYPE_CHECKING:
     from batchwright.scripts.script_run import ScriptRun
@@ -132,7 +132,7 @@ def test_whatever_happens_there_is_an_answer(folder: Path, text: str, error: typ
 def test_a_run_at_another_size_is_a_fork_of_the_same_process_that_imports_its_modules_last(folder: Path) -> None:
     (folder / "parent.py").write_text(
         "import os, sys, background, torch, wave\nnames = list(sys.modules)\n"
-        "assert names.index('batchwright.scripts.watch') < names.index('wave'), 'holes in the heap'\nm = torch.nn.EmbeddingBag(10**7, 1); o = torch.optim.SGD(m.parameters(), 0.1)\n"
+        "assert names.index('batchwright.scripts.program_hooks') < names.index('wave'), 'holes in the heap'\nm = torch.nn.EmbeddingBag(10**7, 1); o = torch.optim.SGD(m.parameters(), 0.1)\n"
         "for _ in range(2):\n    m(torch.full((int(sys.argv[1]), os.getppid() % 1000), 1)).sum().backward(); o.step()\n"
     )
     # A thread as pyarrow's jemalloc has it when it is imported.

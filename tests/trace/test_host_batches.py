@@ -17,8 +17,8 @@ from batchwright.catalogue.cards import find_card
 from batchwright.errors import CannotTraceError
 from batchwright.simulated.card import SimulatedCard
 from batchwright.trace import host_batches
+from batchwright.trace.known_values import KnownValues
 from batchwright.trace.run import trace_workload
-from batchwright.trace.values import KnownValues
 from tests.trace.test_trace import FEW_BYTES, blocks_of, num_bytes, predicted, really
 
 if TYPE_CHECKING:

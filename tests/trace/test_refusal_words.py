@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from batchwright.trace.refusals import NotFollowedError, shapes_from
+from batchwright.trace.refused_operators import NotFollowedError, shapes_from
 
 OPERATOR = torch.ops.aten.relu.default
 

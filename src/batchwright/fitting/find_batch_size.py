@@ -30,9 +30,9 @@ from batchwright.device.device import default_device, open_limited
 from batchwright.device.host import live_bytes
 from batchwright.device.outcome import Outcome, is_out_of_memory, with_causes
 from batchwright.errors import InvalidInputError
-from batchwright.fitting.driver import Cap, Cause, Series, Stop, nothing_fits, refuse_series, run_series
 from batchwright.fitting.fit_result import Fit, Restored
 from batchwright.fitting.probers import open_budget, refuse_spread
+from batchwright.fitting.run_search import Cap, Cause, Series, Stop, nothing_fits, refuse_series, run_series
 from batchwright.planning.plan import Plan, plan
 from batchwright.planning.search import Seen, by_doubling, next_size
 from batchwright.planning.split import divisors, largest_divisor

@@ -27,8 +27,7 @@ from torch.utils._pytree import tree_leaves
 from batchwright.device.device import default_device
 from batchwright.errors import InvalidInputError
 from batchwright.fitting.cache import AnswerBook
-from batchwright.fitting.child import Job
-from batchwright.fitting.driver import find_cap, fit_shapes
+from batchwright.fitting.probe_process import Job
 from batchwright.fitting.probers import (
     Budget,
     InChild,
@@ -44,6 +43,7 @@ from batchwright.fitting.probers import (
     refuse_spread,
 )
 from batchwright.fitting.request import FitRequest
+from batchwright.fitting.run_search import find_cap, fit_shapes
 from batchwright.memory.on_card import card_named, read_settings
 from batchwright.ranks.meeting import find_place
 from batchwright.ranks.session import Session, on_all_ranks, together

@@ -58,8 +58,8 @@ from batchwright.errors import (
     RankFailedError,
     StepFailedError,
 )
-from batchwright.fitting.child import STOPPED, Instruction, Job, ProbeReport, Rendezvous, probe_in_child
 from batchwright.fitting.fit_result import Fit, Restored
+from batchwright.fitting.probe_process import STOPPED, Instruction, Job, ProbeReport, Rendezvous, probe_in_child
 from batchwright.memory.estimate import without_torchs_own_log
 from batchwright.memory.on_card import upper_on_card
 from batchwright.ranks.meeting import failure_of, is_consequence

@@ -21,7 +21,6 @@ import torch
 from batchwright.accumulate.accumulator import Accumulator
 from batchwright.accumulate.weights import batch_norms, check_same_weights
 from batchwright.errors import InvalidInputError
-from batchwright.noise.capture.leaves import Weights, square
 from batchwright.noise.capture.own_loop import OwnLoop
 from batchwright.noise.capture.watched_windows import (
     PROBE_TOLERANCES,
@@ -31,7 +30,8 @@ from batchwright.noise.capture.watched_windows import (
     RanksAlike,
     WatchedWindows,
 )
-from batchwright.noise.track import HistoryPoint, Squares, Track, ratio
+from batchwright.noise.capture.weight_hooks import Weights, square
+from batchwright.noise.observations import HistoryPoint, Squares, Track, ratio
 from batchwright.units import as_list, counted, shortened, whole_number
 
 if TYPE_CHECKING:

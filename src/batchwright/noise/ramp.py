@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from batchwright.accumulate.accumulator import Accumulator
     from batchwright.accumulate.windows import Step
     from batchwright.noise.noise_scale import NoiseScale
-    from batchwright.noise.track import HistoryPoint
+    from batchwright.noise.observations import HistoryPoint
 
 
 # Twice in a row, half a window apart: one lucky window is not enough.

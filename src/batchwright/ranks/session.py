@@ -36,7 +36,7 @@ from batchwright.ranks.meeting import (
     is_consequence,
     rank_timeout,
 )
-from batchwright.ranks.watch import BUSY_FACTOR, Watch
+from batchwright.ranks.stuck_ranks import BUSY_FACTOR, Watch
 from batchwright.workload import Workload
 
 _Takes = ParamSpec("_Takes")

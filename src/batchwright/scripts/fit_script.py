@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from batchwright.catalogue.cards import context_of, names_a_card
 from batchwright.device.outcome import Outcome
 from batchwright.errors import InvalidInputError
-from batchwright.fitting.driver import Cap, Cause, find_cap, fit_shapes
 from batchwright.fitting.fit_result import Fit, Restored
 from batchwright.fitting.probers import Budget, budget_on, open_budget
+from batchwright.fitting.run_search import Cap, Cause, find_cap, fit_shapes
 from batchwright.memory.on_card import card_named
 from batchwright.scripts.command import MICRO_BATCH
 from batchwright.scripts.probe import Probes

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, NoReturn, Self
 from batchwright.catalogue.cards import context_of, names_a_card
 from batchwright.errors import BatchwrightError, InvalidInputError, StepFailedError
 from batchwright.memory.on_card import card_named
-from batchwright.scripts.child import ANSWER, ENDED, MEASURED, STARTED, ScriptJob, descendants_of
 from batchwright.scripts.command import UserCommand, check_program
+from batchwright.scripts.fork_server import ANSWER, ENDED, MEASURED, STARTED, ScriptJob, descendants_of
 from batchwright.scripts.script_run import EXITED, FAILED, FINISHED, OUT_OF_MEMORY, SILENT, TOO_SMALL, ScriptRun
 from batchwright.units import format_bytes
 
@@ -183,7 +183,7 @@ class Probes:
         self._environment = command.environment
         with Path(self._folder.name, "server.log").open("ab") as log:
             self._server = subprocess.Popen(
-                [command.interpreter, *command.interpreter_options, "-m", "batchwright.scripts.child"],
+                [command.interpreter, *command.interpreter_options, "-m", "batchwright.scripts.fork_server"],
                 cwd=self.script.cwd,
                 env=self._environment_of(command),
                 stdin=subprocess.PIPE,

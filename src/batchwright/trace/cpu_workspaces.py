@@ -30,7 +30,7 @@ import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from batchwright.trace.refusals import NotFollowedError
+from batchwright.trace.refused_operators import NotFollowedError
 
 # The fused attention of the CPU works on a tile of queries by keys in each thread. A tile's size follows from the
 # lengths and the type alone, so the bytes are a formula, read off torch 2.13.0's allocations

@@ -31,7 +31,7 @@ from batchwright.errors import InvalidInputError
 from batchwright.simulated.torch_patches.redirected_calls import RedirectedCalls
 from batchwright.state.held_objects import is_users_object
 from batchwright.state.process_state import kept_random_state
-from batchwright.trace.values import KnownValues, largest_known_bytes
+from batchwright.trace.known_values import KnownValues, largest_known_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

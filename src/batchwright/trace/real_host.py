@@ -60,7 +60,7 @@ from batchwright.simulated.torch_patches.redirected_calls import (
 from batchwright.trace.checkpoints import checkpoints_of_the_card
 from batchwright.trace.host_batches import OutsideTensors
 from batchwright.trace.host_weights import HostWeights
-from batchwright.trace.refusals import users_frame
+from batchwright.trace.refused_operators import users_frame
 from batchwright.trace.repeated_forwards import RepeatedForwards
 from batchwright.trace.trace import Trace
 from batchwright.units import counted

@@ -43,7 +43,7 @@ from batchwright.state.held_objects import CONTAINERS, is_users_object
 from batchwright.state.untouched import current_keep, untouched
 from batchwright.trace.cpu_kernels import CpuKernels
 from batchwright.trace.host_batches import HostBatches, is_plain, make_real_batch
-from batchwright.trace.refusals import explaining, values_stay_inside
+from batchwright.trace.refused_operators import explaining, values_stay_inside
 from batchwright.trace.storages import HostMemory, Log
 from batchwright.trace.trace import Trace
 

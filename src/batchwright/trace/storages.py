@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from batchwright.simulated.torch_patches.patches import Patch
-from batchwright.trace.refusals import local_part, storage_of
+from batchwright.trace.refused_operators import local_part, storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

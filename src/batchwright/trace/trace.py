@@ -35,11 +35,11 @@ from batchwright.device.step import needs_closure
 from batchwright.errors import CannotTraceError
 from batchwright.simulated.ranks import on_shards
 from batchwright.simulated.torch_patches.patches import applied
-from batchwright.trace import values as value_shapes
+from batchwright.trace import known_values as value_shapes
 from batchwright.trace.host_batches import OutsideTensors, part_of_outside
-from batchwright.trace.refusals import shapes_from, users_line
+from batchwright.trace.known_values import KnownValues, Routing, storage_key
+from batchwright.trace.refused_operators import shapes_from, users_line
 from batchwright.trace.storages import Block, FollowedStorages, Log, RunningModules
-from batchwright.trace.values import KnownValues, Routing, storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

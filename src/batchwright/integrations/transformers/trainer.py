@@ -30,11 +30,11 @@ from batchwright.device.batches import join, tensors_in
 from batchwright.device.device import open_limited
 from batchwright.device.host import live_bytes
 from batchwright.errors import InvalidInputError, NothingFitsError, import_extra
-from batchwright.fitting.driver import Cap, Cause, describe, nothing_fits, raise_failure, refuse_series, run_series
 from batchwright.fitting.find_batch_size import CountedSteps, keep_effective_batch, run_until_second_step
 from batchwright.fitting.fit import longest_first
 from batchwright.fitting.fit_result import Fit, Restored
 from batchwright.fitting.probers import open_budget, refuse_spread
+from batchwright.fitting.run_search import Cap, Cause, describe, nothing_fits, raise_failure, refuse_series, run_series
 from batchwright.planning.search import by_doubling, by_peaks
 from batchwright.state.held_objects import CONTAINERS, held_objects
 from batchwright.state.kept_state import KeptState

@@ -19,7 +19,7 @@ from torch import nn
 
 from batchwright.accumulate.boundary import graph_nodes
 from batchwright.device.batches import clear_num_samples, tensors_in
-from batchwright.noise.capture.leaves import WeakHook
+from batchwright.noise.capture.weight_hooks import WeakHook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

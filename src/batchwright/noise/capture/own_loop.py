@@ -25,8 +25,7 @@ from batchwright.accumulate.weights import remove_all
 from batchwright.device.batches import possible_sizes, tensors_in
 from batchwright.noise.capture.example_norms import ExampleNorms, UnknownModuleError
 from batchwright.noise.capture.example_uses import mixes_samples
-from batchwright.noise.capture.halves import Halves
-from batchwright.noise.capture.leaves import LeafSquares, WeakHook, Weights
+from batchwright.noise.capture.half_batches import Halves
 from batchwright.noise.capture.watched_windows import (
     DROPPED,
     IN_PIECES,
@@ -36,6 +35,7 @@ from batchwright.noise.capture.watched_windows import (
     UNPAIRED,
     WindowSums,
 )
+from batchwright.noise.capture.weight_hooks import LeafSquares, WeakHook, Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -22,8 +22,8 @@ import torch
 from batchwright.accumulate.weights import batch_norms
 from batchwright.accumulate.windows import WindowWatcher
 from batchwright.noise.capture.example_norms import ExampleNorms, UnknownModuleError
-from batchwright.noise.capture.leaves import LeafSquares, Weights
-from batchwright.noise.track import Observation, Squares
+from batchwright.noise.capture.weight_hooks import LeafSquares, Weights
+from batchwright.noise.observations import Observation, Squares
 from batchwright.units import as_list
 
 if TYPE_CHECKING:

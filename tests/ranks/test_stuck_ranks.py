@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batchwright.ranks.meeting import RankFailure
-from batchwright.ranks.watch import Activity, Status, Watch
+from batchwright.ranks.stuck_ranks import Activity, Status, Watch
 
 LIMIT = 48.0
 

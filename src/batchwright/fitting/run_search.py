@@ -27,8 +27,8 @@ import torch
 from batchwright.device.outcome import Outcome, is_too_small
 from batchwright.device.step import StepSettings
 from batchwright.errors import BatchwrightError, NothingFitsError, StepFailedError
-from batchwright.fitting.child import CRASHED
 from batchwright.fitting.fit_result import Fit, MemoryLine, NextSize, limited_peak, name_shape
+from batchwright.fitting.probe_process import CRASHED
 from batchwright.memory.breakdown import Breakdown, break_down
 from batchwright.memory.estimate import LARGEST_MICRO_BATCH, without_torchs_own_log
 from batchwright.planning.search import (

@@ -1,6 +1,6 @@
 """A probe in a process of its own: what crosses to it and back, who starts it, and the process itself.
 
-It is started as `python -m batchwright.fitting.child JOB ANSWER`.
+It is started as `python -m batchwright.fitting.probe_process JOB ANSWER`.
 
 Promises:
 - `from_dict(json.loads(json.dumps(record.to_dict())))` is the record again;
@@ -177,7 +177,13 @@ class Child:
         # Its own session: Ctrl-C at the terminal reaches us alone, and we end the child and all that it started.
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "batchwright.fitting.child", str(folder / "job.json"), str(folder / "answer")],
+                [
+                    sys.executable,
+                    "-m",
+                    "batchwright.fitting.probe_process",
+                    str(folder / "job.json"),
+                    str(folder / "answer"),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

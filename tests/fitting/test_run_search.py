@@ -4,7 +4,7 @@ import pytest
 
 from batchwright.device.outcome import Outcome
 from batchwright.errors import StepFailedError
-from batchwright.fitting.driver import Cap, Cause, run_series
+from batchwright.fitting.run_search import Cap, Cause, run_series
 from batchwright.planning.search import by_doubling, by_powers_of_two
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from batchwright.scripts.outputs import writes_led_to
+from batchwright.scripts.redirected_writes import writes_led_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from batchwright import errors
 from batchwright.device.outcome import Outcome
-from batchwright.fitting.child import Instruction, Job, ProbeReport, Rendezvous
 from batchwright.fitting.fit_result import Fit, MemoryLine, NextSize, Restored
+from batchwright.fitting.probe_process import Instruction, Job, ProbeReport, Rendezvous
 from batchwright.units import PeakBytes
 
 names = st.text(max_size=8)

@@ -23,7 +23,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from batchwright.accumulate.boundary import graph_nodes
 from batchwright.accumulate.weights import remove_all
-from batchwright.noise.capture.leaves import WeakHook
+from batchwright.noise.capture.weight_hooks import WeakHook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

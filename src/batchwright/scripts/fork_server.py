@@ -1,4 +1,4 @@
-"""The other side of a script's probes: `python -m batchwright.scripts.child`, in the folder the program runs in.
+"""The other side of a script's probes: `python -m batchwright.scripts.fork_server`, in the folder the program runs in.
 
 A line of stdin names the file of a job. What the program imports is imported once; each job then runs in a fork, as
 `python train.py` would run it, under hooks, until it has made so many windows. Then the answer is written and the fork
@@ -32,13 +32,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from batchwright.catalogue.cards import names_a_card
-from batchwright.scripts.outputs import writes_led_to
+from batchwright.scripts.redirected_writes import writes_led_to
 from batchwright.scripts.script_run import CUT, EXITED, FAILED, FINISHED, OUT_OF_MEMORY, SILENT, TOO_SMALL, ScriptRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from batchwright.scripts.watch import Measure, Watch
+    from batchwright.scripts.program_hooks import Measure, Watch
     from batchwright.units import PeakBytes
 
 ANSWER, MEASURED = "answer.json", "measured.pt"
@@ -57,7 +57,12 @@ _END_OF_INPUT, _MOST_QUESTIONS = b"\x04", 64
 _WRITERS_ELSEWHERE = ("safetensors.torch", "huggingface_hub")
 # Before what the program imports: the small blocks that our imports leave free in the heap go to its imports, not to
 # its step, whose memory would not be seen.
-_OURS = ("batchwright.device.host", "batchwright.device.outcome", "batchwright.scripts.watch", "batchwright.targets")
+_OURS = (
+    "batchwright.device.host",
+    "batchwright.device.outcome",
+    "batchwright.scripts.program_hooks",
+    "batchwright.targets",
+)
 # The name of its thread.
 _JEMALLOC = "jemalloc_bg_thd"
 # A call in the program's own file by which it trains, sooner or later.
@@ -246,7 +251,7 @@ def _stand_in_for(job: ScriptJob) -> None:
 class _Run:
     def __init__(self, job: ScriptJob) -> None:
         from batchwright.scripts.longest_batches import LongestBatches
-        from batchwright.scripts.watch import Watch
+        from batchwright.scripts.program_hooks import Watch
 
         self._job = job
         self._measure = _open_measure(job)

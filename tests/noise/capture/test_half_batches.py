@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from batchwright.errors import InvalidInputError
-from batchwright.noise.capture.halves import Halves
+from batchwright.noise.capture.half_batches import Halves
 from batchwright.noise.noise_scale import NoiseScale, NoiseScaleWarning
 from tests.noise.regression import seen_by
 from tests.oracle.noise_by_hand import flat_gradient
