@@ -87,7 +87,7 @@ format: $(VENV)/.ready-to-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.ready-to-run
+docs: $(VENV)/.ready-to-test
 	$(BIN)/python docs/generate.py
 
 # One stamp per set of packages, so that the demo does not wait for the frameworks that only the tests need.

@@ -7,6 +7,7 @@ A test compares what is written here with what is committed.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from batchwright import cli
 from batchwright.concepts import LANGUAGES, TOPICS, read_page
 
 DOCS = Path(__file__).parent
+INTEGRATIONS = ("transformers", "lightning", "accelerate", "trackers")
 
 LIBRARY = """# Library
 
@@ -74,9 +76,15 @@ def commands_page() -> str:
 
 def library_page() -> str:
     """Return the public names, each with the first sentence of its documentation."""
-    sentences = {name: (inspect.getdoc(getattr(bw, name)) or "").split("\n\n")[0] for name in bw.__all__}
-    rows = "\n".join(f"| `bw.{name}` | {' '.join(sentence.split())} |" for name, sentence in sentences.items())
-    return LIBRARY.format(rows=rows)
+    public = {f"bw.{name}": getattr(bw, name) for name in bw.__all__}
+    for framework in INTEGRATIONS:
+        module = importlib.import_module(f"batchwright.integrations.{framework}")
+        public |= {f"bw.integrations.{framework}.{name}": getattr(module, name) for name in module.__all__}
+    rows = []
+    for name, value in public.items():
+        sentence = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split()).replace("|", "\\|")
+        rows.append(f"| `{name}` | {sentence} |")
+    return LIBRARY.format(rows="\n".join(rows))
 
 
 def _context(command: click.Command, name: str, parent: click.Context | None) -> click.Context:

@@ -5,7 +5,8 @@
 Plan(micro_batch=43, accumulation=6, devices=4, effective_batch=1032)
 
 This is the front door: every public name is here, and each loads its part when it is first used, so that
-`import batchwright` costs nothing and never imports torch.
+`import batchwright` costs nothing and never imports torch. Only these names, `batchwright.integrations.*` and the
+command are public; every other module is private, whatever its name.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from batchwright.accumulate.cached_loss import CachedLoss
     from batchwright.accumulate.micro_batches import LossTerm
     from batchwright.auditing.audit_result import Audit
-    from batchwright.errors import BatchwrightError
+    from batchwright.errors import BatchwrightError, NothingFitsError
     from batchwright.fitting.find_batch_size import find_batch_size
     from batchwright.fitting.fit import fit
     from batchwright.fitting.fit_result import Fit
@@ -59,6 +60,7 @@ __all__ = [
     "Fit",
     "LossTerm",
     "NoiseScale",
+    "NothingFitsError",
     "Plan",
     "Recommendation",
     "Script",
@@ -95,6 +97,7 @@ _HOMES = {
     "Fit": "fitting.fit_result",
     "LossTerm": "accumulate.micro_batches",
     "NoiseScale": "noise.noise_scale",
+    "NothingFitsError": "errors",
     "Plan": "planning.plan",
     "Recommendation": "memory.recommend",
     "Script": "scripts.script",

@@ -305,10 +305,10 @@ class TestNamedModels:
     @pytest.mark.parametrize(
         ("args", "said"),
         [
-            (["--what-if"], "--what-if: for a workload, and 'llama-3-8b' is a model by name."),
-            (["--max", "--memory", "16GiB"], "--max, --memory: for a workload"),
-            (["--shape", "seq_len=3"], "--shape: for a workload"),
-            (["--devices", "8"], "--devices: for a workload"),
+            (["--what-if"], "--what-if cannot be used with a model by name, such as 'llama-3-8b'."),
+            (["--max", "--memory", "16GiB"], "--max, --memory cannot be used with a model"),
+            (["--shape", "seq_len=3"], "--shape cannot be used with a model"),
+            (["--devices", "8"], "--devices cannot be used with a model"),
             (["--zero", "3"], "bw.estimate_named(NAME, ...)"),
         ],
     )

@@ -148,7 +148,7 @@ class TestEstimate:
     def test_a_model_by_name_is_not_asked_of_a_card(self, run: Run) -> None:
         ran = run("estimate", "gpt2", "--on", "a100-40gb")
         assert (ran.code, ran.out) == (2, "")
-        assert "--on: for a workload, and 'gpt2' is a model by name." in ran.err
+        assert "--on cannot be used with a model by name, such as 'gpt2'." in ran.err
 
     def test_a_graph_is_refused(self, run: Run, target: str) -> None:
         ran = run("estimate", target.replace("moved_in_the_step", "records_a_graph"), "--on", "a100-40gb")

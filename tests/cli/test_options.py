@@ -6,7 +6,7 @@ import click
 import pytest
 
 from batchwright import cli
-from batchwright.cli.options import Command, to_flags
+from batchwright.cli.options import SHARED, Command, to_flags
 
 COMMANDS = {name: cli.group.get_command(click.Context(cli.group), name) for name in cli.COMMANDS}
 
@@ -41,6 +41,20 @@ def test_a_call_that_a_remedy_names_is_written_as_the_command_that_answers_the_s
     assert cli._translate(remedy, "fit") == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "typed"),
+    [
+        ('bw.advise("out-of-memory", micro_batch=8)', "batchwright advise out-of-memory --micro-batch 8"),
+        ("bw.estimate(workload, what_if=True)", "batchwright estimate TARGET --what-if"),
+        ('or bw.Script(["a.py", "--b={micro_batch}"])', "or -- python a.py --b={micro_batch}"),
+        ("bw.pack(lengths)", "bw.pack(lengths)"),
+        ("bw.fit(step, limit=8)", "bw.fit(step, limit=8)"),
+    ],
+)
+def test_a_call_of_the_library_is_shown_as_a_command_where_there_is_one(text: str, typed: str) -> None:
+    assert cli._translate(text, "tune") == typed
+
+
 def test_an_option_of_several_commands_has_one_type_and_begins_with_the_same_words() -> None:
     options: dict[str, list[click.Option]] = {}
     for name, command in COMMANDS.items():
@@ -52,9 +66,8 @@ def test_an_option_of_several_commands_has_one_type_and_begins_with_the_same_wor
     shared = {flag: uses for flag, uses in options.items() if len(uses) > 1}
     assert {"--on", "--memory", "--shape", "--devices", "--micro-batch", "--json"} <= set(shared)
     for flag, uses in shared.items():
-        least = min((use.help or "" for use in uses), key=len)
-        first = least.split("  [")[0].rstrip(".").split(". ")[0]
-        assert all((use.help or "").startswith(first) for use in uses), flag
+        words = SHARED[flag]["help"].rstrip(".")
+        assert all((use.help or "").startswith(words) for use in uses), flag
         assert len({type(use.type) for use in uses}) == 1, flag
 
 

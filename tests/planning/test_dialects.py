@@ -109,7 +109,7 @@ def test_uneven_plans_are_refused_with_the_reason(framework: str) -> None:
     plan = bw.plan(1024, micro_batch=48, devices=4, policy="exact")
     with pytest.raises(NotExpressibleError) as error:
         plan.to(framework)
-    assert "micro-batches of 42 and 43 (policy 'exact'), and " in str(error.value)
+    assert 'micro-batches of 42 and 43 (policy="exact"), and ' in str(error.value)
     with pytest.raises(NotExpressibleError):
         plan.snippet(framework)
 

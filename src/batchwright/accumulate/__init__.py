@@ -1,1 +1,1 @@
-"""Accumulation that equals the big batch, and the proof of it on a training step."""
+"""Accumulation that equals the big batch, under DDP and FSDP2 too."""

@@ -157,10 +157,14 @@ class Accumulator:
     >>> [step and (step.number, step.samples, step.micro_batches) for step in steps]
     [None, (1, 4, 2), (2, 1, 1)]
 
-    `accumulation` is a number of micro-batches, a function of the number of steps done, or a list with one number per
-    window of an epoch; it can be assigned anew between two windows. `optimizer` and `scheduler` may be lists.
-    `clip_norm` clips the gradient of the window, `scaler` is a GradScaler, `precise` adds up the gradients of 16-bit
-    weights in fp32, `on_oom="split"` has `run` cut a micro-batch that does not fit.
+    - `optimizer`: one or a list of them.
+    - `accumulation`: a number of micro-batches, a function of the number of steps done, or a list with one number per
+      window of an epoch; it can be assigned anew between two windows.
+    - `clip_norm`: clips the gradient of the window.
+    - `scaler`: a GradScaler.
+    - `scheduler`: one or a list of them, stepped after the optimizer.
+    - `precise`: adds up the gradients of 16-bit weights in fp32.
+    - `on_oom`: "raise", or "split", which has `run` cut a micro-batch that does not fit.
     """
 
     def __init__(

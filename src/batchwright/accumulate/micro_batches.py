@@ -202,7 +202,7 @@ class CountingSampler:
         return CountingSampler(), loader
 
     def resumes(self) -> bool:
-        """Whether the sampler itself goes on where a state stood; asked once for each pass."""
+        """Whether the sampler itself resumes from a loaded state; asked once for each pass."""
         if self.sampler is None or not self.sampler.is_resumed:
             return False
         self.sampler.is_resumed = False

@@ -246,7 +246,7 @@ class Position:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a position: the next epoch begins there."""
+        """Resume at a position: the next epoch begins there."""
         if not isinstance(state, Mapping) or not {"number", "windows_done", "micro_batches_done"} <= set(state):
             raise InvalidInputError(f"this is no state of an Accumulator: {shortened(state)}.")
         number, windows, micro_batches = (

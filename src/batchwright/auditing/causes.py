@@ -79,6 +79,21 @@ AUXILIARY = Cause(
     "part of the loss is scaled right, and part is added once per micro-batch, so its share grows with accumulation",
     'bw.LossTerm(auxiliary, over="window") next to the main loss, or divide it by the number of micro-batches',
 )
+SHORT_WINDOW = Cause(
+    "windows of different lengths",
+    "the optimizer steps after a number of backwards that is not the accumulation",
+    "step where (index + 1) % accumulation == 0, not where index % accumulation == 0; bw.Accumulator counts by itself",
+)
+DIVIDED_TWICE = Cause(
+    "divided twice",
+    "the gradient is divided by the number of micro-batches once more than it should be",
+    "divide in one place: by the framework, or by the loop",
+)
+NOT_COMPARABLE = Cause(
+    "cannot be compared",
+    "the two runs did not train on the same samples",
+    "a seed for the loader's order, and samples that do not depend on the batch they are drawn in",
+)
 BATCH_NORM = Cause(
     "BatchNorm",
     "batch normalization takes its statistics from each micro-batch; with frozen statistics the gradients are equal",

@@ -1,1 +1,1 @@
-"""Facts as data files: the shapes of public models, each with its source."""
+"""Facts as data files: cards and the shapes of public models, each with its source."""

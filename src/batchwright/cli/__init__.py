@@ -2,7 +2,7 @@
 
 Promises:
 - `--help` imports neither torch, numpy, rich nor any command;
-- an error that was raised on purpose is one message on stderr and an exit code, never a traceback;
+- an error that was raised deliberately is one message on stderr and an exit code, never a traceback;
 - what stands behind `--` is the target's, and click never sees it;
 - a reader that goes away (`| head`) ends it with 0, Ctrl-C with 130;
 - a closed stdout is refused at once: the answer would have nowhere to go; a closed stdin or stderr is the null device;
@@ -316,17 +316,10 @@ def _show_notes(error: BaseException, command: str) -> None:
         click.echo(_translate(note, command), err=True)
 
 
-# What a remedy of the library calls, and the command that answers the same.
-_COMMANDS_OF_CALLS = {
-    "bw.estimate(workload, what_if=True)": "batchwright estimate TARGET --what-if",
-    "bw.fit(workload)": "batchwright fit TARGET",
-}
-
-
 def _translate(text: str, name: str) -> str:
-    from batchwright.cli.options import to_flags
+    from batchwright.cli.options import to_command_lines, to_flags
 
-    for call, command_line in _COMMANDS_OF_CALLS.items():
-        text = text.replace(call, command_line)
-    command = group.get_command(click.Context(group), name)
+    context = click.Context(group)
+    text = to_command_lines(text, lambda of: group.get_command(context, of))
+    command = group.get_command(context, name)
     return text if command is None else to_flags(text, command)

@@ -8,6 +8,7 @@ import click
 
 from batchwright.cli.options import (
     Command,
+    own_command,
     parse_shape,
     settle_target,
     shared,
@@ -32,10 +33,7 @@ _MOVED = {
 @shared("--micro-batch", default=2)
 @shared("--accumulation", default=4)
 @shared("--shape")
-@shared("--batch-flag")
-@shared("--accumulation-flag")
-@shared("--cwd")
-@shared("--show-output")
+@own_command("--batch-flag", "--accumulation-flag")
 @shared("--json")
 @click.pass_context
 def command(ctx: click.Context, /, target: str | Script, as_json: bool, **options: Any) -> int:

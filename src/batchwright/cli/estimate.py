@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.cli.options import (
-    ONE_OF,
-    OR_CARD,
+    PLACES,
+    RANKS_ON_CARD,
     Command,
+    own_command,
     parse_shape,
     settle_target,
     shared,
@@ -39,15 +40,14 @@ _FOR_SCRIPTS = ("--on", "--memory", "--micro-batch", "--accumulation", "--shape"
 @click.command("estimate", cls=Command, moved=_MOVED)
 @target_or_script
 @shared("--micro-batch", default=1)
-@shared("--on", help=f"{OR_CARD} all: every card.  [default: the card here, else cpu]")
-@shared("--memory", help="For --max; on a card, what it has.")
-@shared("--devices", default=1, help=ONE_OF)
+@shared("--on", help=f"{PLACES} all: every card.  [default: the card here, else cpu]")
+@shared("--memory", help="A memory budget, such as 16GiB, for --max; on a card, the memory it has.")
+@shared("--devices", default=1, help=RANKS_ON_CARD)
 @shared("--shape")
 @shared("--accumulation", default=1)
 @click.option("--max", "find_max", is_flag=True, help="Find the largest micro-batch within --memory, or on the card.")
 @click.option("--what-if", is_flag=True, help="Also print what each change of the set-up would save.")
-@shared("--cwd")
-@shared("--show-output")
+@own_command()
 @shared("--json")
 @click.pass_context
 def command(ctx: click.Context, /, target: str | Script, as_json: bool, **options: Any) -> int:
@@ -130,7 +130,7 @@ def _use_formula(name: str, micro_batch: int, typed: set[str]) -> Any:
     refused = sorted(typed - {"TARGET", "--micro-batch", "--json"})
     if refused:
         raise InvalidInputError(
-            f"{', '.join(refused)}: for a workload, and {name!r} is a model by name.",
+            f"{', '.join(refused)} cannot be used with a model by name, such as {name!r}.",
             remedy=f"batchwright recommend {name} --memory 24GiB",
         )
     from batchwright.memory.formulas import estimate_named

@@ -16,10 +16,11 @@ import click
 
 from batchwright.catalogue.cards import names_a_card
 from batchwright.cli.options import (
-    ONE_OF,
-    OR_CARD,
+    PLACES,
+    RANKS_ON_CARD,
     Command,
     Count,
+    own_command,
     parse_shapes,
     settle_target,
     shared,
@@ -106,10 +107,13 @@ _FOR_SCRIPTS = (
 
 @click.command("fit", cls=Command, moved=_MOVED)
 @target_or_script
-@shared("--on", help=f"{OR_CARD}  [default: the accelerator, else cpu]")
-@shared("--memory", help=" [default: what is free]")
-@shared("--devices", help=ONE_OF)
-@shared("--shape", help="Several values, as in max_crops=2,4, give a table.")
+@shared("--on", help=f"{PLACES}  [default: the accelerator, else cpu]")
+@shared("--memory", help="[default: what is free]")
+@shared("--devices", help=RANKS_ON_CARD)
+@shared(
+    "--shape",
+    help="An argument of the workload's batch, such as seq_len=512; several values, max_crops=2,4, give a table.",
+)
 @shared("--limit")
 @click.option("--shape-from", type=Count(least=0), help="Leave out values of --shape below this one.")
 @click.option("--start-at", "start", type=Count(), help="Start from this size and grow by half.")
@@ -120,9 +124,7 @@ _FOR_SCRIPTS = (
 @click.option("--accumulate-to", type=Count(), metavar="EFFECTIVE", help="Also plan this effective batch.")
 @click.option("--then", metavar="CMD", help="Run a job at the answer, for each shape: {micro_batch} is filled in.")
 @click.option("--no-cache", is_flag=True, help="Neither start from a remembered answer nor remember this one.")
-@shared("--batch-flag")
-@shared("--cwd")
-@shared("--show-output")
+@own_command("--batch-flag")
 @shared("--json")
 @click.pass_context
 def command(ctx: click.Context, /, target: str | Script, as_json: bool, **options: Any) -> int:

@@ -8,6 +8,7 @@ import click
 
 from batchwright.cli.options import (
     Command,
+    own_command,
     parse_shape,
     settle_target,
     shared,
@@ -33,13 +34,12 @@ _MOVED = {
 
 @click.command("noise", cls=Command, moved=_MOVED)
 @target_or_script
-@shared("--on", help=" [default: the accelerator, else cpu]")
+@shared("--on", help="[default: the accelerator, else cpu]")
 @shared("--effective-batch", default=64)
-@shared("--micro-batch", help=" [default: a quarter of a step's]")
+@shared("--micro-batch", help="[default: a quarter of a step's]")
 @shared("--steps")
 @shared("--shape")
-@shared("--cwd")
-@shared("--show-output")
+@own_command()
 @shared("--json")
 @click.pass_context
 def command(ctx: click.Context, /, target: str | Script, as_json: bool, **options: Any) -> int:

@@ -141,7 +141,7 @@ def settle_target(
     if isinstance(target, str):
         if refused := sorted(typed & set(OF_SCRIPTS)):
             raise InvalidInputError(
-                f"{', '.join(refused)}: for a command of your own behind --, and a target was given.",
+                f"{', '.join(refused)} cannot be used with a target: a command of your own goes behind --.",
                 remedy="-- python train.py --batch-size {micro_batch}",
             )
         return target
@@ -162,7 +162,7 @@ def settle_target(
     )
 
 
-_SHARED: dict[str, dict[str, Any]] = {
+SHARED: dict[str, dict[str, Any]] = {
     "--on": {"metavar": "DEVICE", "help": "Where to run: cpu, cuda, cuda:1, mps, xpu."},
     "--memory": {"type": Amount(), "metavar": "AMOUNT", "help": "A memory budget, such as 16GiB."},
     "--micro-batch": {"type": Count(), "help": "Samples in one forward and backward on one device."},
@@ -186,19 +186,38 @@ _SHARED: dict[str, dict[str, Any]] = {
 }
 # What is said about a command of the user's own.
 OF_SCRIPTS = ("--batch-flag", "--accumulation-flag", "--cwd", "--show-output")
-ONE_OF = "On a simulated card: simulate one of N."
-OR_CARD = "Or a simulated card, such as a100-40gb."
+RANKS_ON_CARD = "Data-parallel ranks. On a simulated card: simulate one of N."
+PLACES = "Where to run: cpu, cuda, cuda:1, mps, xpu, or a simulated card, such as a100-40gb."
 # Where the name of the argument is another than the option's.
 _NAMES = {"--shape": "shapes", "--json": "as_json", "--for": "framework"}
 
 
-def shared(option: str, **more: Any) -> Callable[[Any], Any]:
-    """Return the decorator of an option that several commands take; `more` adds a default, or a word to the help."""
-    settings = {**_SHARED[option], **more}
-    settings["help"] = _SHARED[option]["help"] + (f" {more['help']}" if "help" in more else "")
+def shared(option: str, *, help: str = "", **more: Any) -> Callable[[Any], Any]:  # noqa: A002 - click's own word
+    """Return the decorator of an option that several commands take.
+
+    `more` adds to its settings. `help` is what it means for this command, or, in brackets, its default there.
+    """
+    usual = SHARED[option]["help"]
+    settings = {
+        **SHARED[option],
+        **more,
+        "help": help if help and not help.startswith("[") else f"{usual}  {help}".strip(),
+    }
     if settings.get("default") is not None:
         settings["show_default"] = True
     return click.option(option, *([_NAMES[option]] if option in _NAMES else []), **settings)
+
+
+def own_command(*flags: str) -> Callable[[Any], Any]:
+    """Return the decorator of the options that go with a command of the user's own, and of some `flags`."""
+    options = [shared(option) for option in (*flags, "--cwd", "--show-output")]
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def parse_shapes(pairs: Iterable[str]) -> dict[str, list[int]]:
@@ -237,6 +256,7 @@ def parse_shape(pairs: Iterable[str]) -> dict[str, int]:
     return {name: values[0] for name, values in shapes.items()}
 
 
+_CALL = re.compile(r"bw\.(?P<name>\w+)\([^()]*\)")
 # A call is the reader's own Python and stays; an argument stands outside of one.
 _ARGUMENT = re.compile(
     r"""[\w.]+\([^()]*\)                                   # a call: left as it is
@@ -271,5 +291,35 @@ def to_flags(text: str, command: click.Command) -> str:
     return _ARGUMENT.sub(translate, text)
 
 
+def to_command_lines(text: str, command_named: Callable[[str], click.Command | None]) -> str:
+    """Write calls of the library as the commands that answer the same; a call that no command answers stays.
+
+    >>> fit = click.Command("fit", params=[click.Option(["--limit"])])
+    >>> to_command_lines("try bw.fit(workload, limit=64), or bw.fit(step)", {"fit": fit}.get)
+    'try batchwright fit TARGET --limit 64, or bw.fit(step)'
+    >>> to_command_lines('bw.Script(["train.py", "--bs", "{micro_batch}"])', {}.get)
+    '-- python train.py --bs {micro_batch}'
+    """
+
+    def translate(match: re.Match[str]) -> str:
+        try:
+            call = ast.parse(match[0], mode="eval").body
+            assert isinstance(call, ast.Call)
+            if match["name"] == "Script":
+                return " ".join(("-- python", *ast.literal_eval(call.args[0])))
+            words = ["TARGET" if ast.unparse(value) == "workload" else ast.literal_eval(value) for value in call.args]
+        except (ValueError, SyntaxError):
+            return match[0]
+        command = command_named(match["name"])
+        if command is None:
+            return match[0]
+        typed = (to_flags(ast.unparse(keyword), command) for keyword in call.keywords)
+        return " ".join(("batchwright", match["name"], *map(str, words), *typed))
+
+    return _CALL.sub(translate, text)
+
+
 def _typed(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return "..." if value is ... else str(value)

@@ -18,9 +18,9 @@ _MOVED = {
 
 @click.command("plan", cls=Command, moved=_MOVED)
 @click.argument("effective", type=Count(), required=False)
-@shared("--micro-batch", help="Here: the largest that fits.")
+@shared("--micro-batch", help="Samples in one forward and backward on one device: the most that fit.")
 @shared("--devices", default=1)
-@shared("--samples", help="Of an epoch: gives its forwards and updates.")
+@shared("--samples", help="Samples to train on in an epoch: gives its forwards and updates.")
 @click.option(
     "--policy",
     metavar=f"[{'|'.join(POLICIES)}]",

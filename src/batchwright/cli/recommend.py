@@ -12,7 +12,7 @@ from batchwright.report.display import print_result
 
 @click.command("recommend")
 @click.argument("sizes", nargs=-1, required=True, metavar="SIZE...")
-@shared("--memory", type=str, multiple=True, help="A list is fine.")
+@shared("--memory", type=str, multiple=True, help="A memory budget, such as 16GiB; a list is fine.")
 @click.option("--on", multiple=True, metavar="CARD", help="A card instead, such as a100-40gb; a list is fine.")
 @click.option("--task", default="classification", show_default=True, help="classification, generation or qa.")
 @click.option("--tuning", default="lora", show_default=True, help="full, lora or qlora.")

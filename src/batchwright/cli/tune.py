@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchwright.cli.options import (
-    ONE_OF,
-    OR_CARD,
+    PLACES,
+    RANKS_ON_CARD,
     Command,
     Count,
+    own_command,
     parse_shape,
     settle_target,
     shared,
@@ -37,10 +38,13 @@ _FOR_SCRIPTS = (
 
 @click.command("tune", cls=Command, moved={"--seed": "in Python: bw.tune(target, seed=1)"})
 @target_or_script
-@shared("--on", help=f"{OR_CARD}  [default: the accelerator, else cpu]")
-@shared("--memory", help=" [default: what is free]")
-@shared("--devices", help=f"{ONE_OF}  [default: 1, under torchrun its ranks]")
-@shared("--effective-batch", help="Keep it.  [default: the one that pays]")
+@shared("--on", help=f"{PLACES}  [default: the accelerator, else cpu]")
+@shared("--memory", help="[default: what is free]")
+@shared("--devices", help=f"{RANKS_ON_CARD}  [default: 1, under torchrun its ranks]")
+@shared(
+    "--effective-batch",
+    help="Samples per optimizer step, over all devices, if they are to stay.  [default: the one that pays]",
+)
 @shared("--limit")
 @shared("--steps")
 @shared("--shape")
@@ -52,7 +56,10 @@ _FOR_SCRIPTS = (
     help="Also train short branches at these batches, such as 16,32,64,128.",
 )
 @click.option("--race", is_flag=True, help="Train the recommended batch against half and double.")
-@shared("--samples", help="Of the run to come.  [default: the data once, or 10 times what was trained]")
+@shared(
+    "--samples",
+    help="Samples to train on in the run to come.  [default: the data once, or 10 times what was trained]",
+)
 @click.option("--hours", type=float, help="How long the run is to take, instead of --samples.")
 @click.option("--until-loss", type=float, metavar="LOSS", help="The loss at which it is to end, instead of --samples.")
 @click.option("--skip", metavar="STAGES", help="Leave out fit, estimate, throughput, audit, noise, branches or race.")
@@ -61,10 +68,7 @@ _FOR_SCRIPTS = (
 )
 @click.option("--resume", is_flag=True, help="Resume the run in that file.")
 @shared("--for")
-@shared("--batch-flag")
-@shared("--accumulation-flag")
-@shared("--cwd")
-@shared("--show-output")
+@own_command("--batch-flag", "--accumulation-flag")
 @shared("--json")
 @click.pass_context
 def command(ctx: click.Context, /, target: str | Script, framework: str | None, as_json: bool, **options: Any) -> int:

@@ -1,1 +1,1 @@
-"""Where a probe runs: host memory, an accelerator, later a simulated card; and what out-of-memory looks like."""
+"""Where a probe runs: host memory or an accelerator; and what out-of-memory looks like."""

@@ -11,7 +11,7 @@ Promises:
 - a limit on the size of one tensor (32-bit indexing) counts too, since a smaller batch also cures it, but under a
   rule whose name begins with "too-large".
 
-Left out of the rules on purpose, because a smaller batch does not cure them or because they mostly mean something else:
+Left out of the rules, because a smaller batch does not cure them or because they mostly mean something else:
 - DataLoader workers "out of shared memory" or killed: a limit of /dev/shm and of the number of workers;
 - Triton's "out of resource: shared memory": the memory inside one GPU core, fixed by the kernel, not the batch;
 - CUDA "illegal memory access", CUBLAS_STATUS_NOT_INITIALIZED, CUDNN_STATUS_EXECUTION_FAILED;
@@ -289,7 +289,7 @@ def judge(
 ) -> Outcome:
     """Run a probe and say how it ended; `peak` is read at the end, whatever it was.
 
-    What batchwright raises on purpose, and an interrupt, are no outcome: they pass through.
+    What batchwright raises deliberately, and an interrupt, are no outcome: they pass through.
     """
     start = time.perf_counter()
     graphs_before, compiling_before = _compiled_so_far()

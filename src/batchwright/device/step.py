@@ -330,7 +330,7 @@ def _run_steps(
     if optimizers:
         assert workload.loss is not None, "a workload with an optimizer has a loss"
         # from_pretrained hands out a model in eval mode. One that trains already is left as it is: a part of it
-        # may be in eval mode on purpose (a frozen BatchNorm).
+        # may be in eval mode deliberately (a frozen BatchNorm).
         if not model.training:
             model.train()
         scaler = build_scaler(workload)

@@ -1,1 +1,1 @@
-"""The largest micro-batch that fits: search, isolation, what is given back, ranks, shapes and memory of answers."""
+"""The largest micro-batch that fits: search, isolation, what is restored, ranks, shapes and memory of answers."""

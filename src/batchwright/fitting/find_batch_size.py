@@ -106,7 +106,7 @@ class CutCalls:
         return f"{message}; {below:,} ran. If the data hold fewer samples than that, set limit={below}."
 
     def restored(self) -> Restored:
-        """What was given back as it was found."""
+        """What was restored."""
         beyond = "files, logs, connections and Python objects that the function itself changes"
         unknown = () if self._has_state else ("a model or optimizer that the function reaches: none was found",)
         return Restored(self._keep.covered, (*unknown, *self._keep.not_kept, beyond))

@@ -103,7 +103,7 @@ def fit(
     - `powers_of_two`: try no other sizes. `max_trials`: probes per shape.
     - `evaluate`: find the size for evaluation too.
     - `accumulation`, `clip_norm`: micro-batches per optimizer step, and the gradient norm that it clips to.
-    - `devices`, `allocator`: on a simulated card, one of so many ranks with the workload's own `wrap`, and settings
+    - `devices`, `allocator`: on a simulated card, one of N ranks with the workload's own `wrap`, and settings
       as in PYTORCH_ALLOC_CONF.
     - `isolate`: True runs the probes of a picklable workload in subprocesses.
     - `state`: what a plain step changes.

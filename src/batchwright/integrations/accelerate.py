@@ -231,7 +231,7 @@ def _set_epoch(prepared: Any, sampler: TokenBatchSampler, epoch: int) -> None:
 def use_batch_sampler(trainer: Any, sampler: TokenBatchSampler) -> None:
     """Have a transformers Trainer take its training batches from a `TokenBatchSampler`.
 
-    Its per_device_train_batch_size has no say any more. A run that is resumed from a checkpoint skips what it has seen
+    Its per_device_train_batch_size is then ignored. A run that is resumed from a checkpoint skips what it has seen
     by itself, as with any other sampler.
     """
     if len(trainer.train_dataset) != len(sampler.lengths):

@@ -248,8 +248,8 @@ def audit(subject: Any, **options: Any) -> Audit:
         return audit_trainer(subject)
     raise InvalidInputError(
         f"audit takes a Workload, a target, or a transformers Trainer; received {shortened(subject)}.",
-        remedy="for accelerate and Lightning: batchwright.integrations.accelerate.audit_first_window, "
-        "batchwright.integrations.lightning.AuditFirstWindow",
+        remedy="for accelerate and Lightning: bw.integrations.accelerate.audit_first_window, "
+        "bw.integrations.lightning.AuditFirstWindow",
     )
 
 

@@ -26,6 +26,8 @@ from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.planning.plan import Plan
 from batchwright.units import shortened, whole_number
 
+__all__ = ["batch_metrics", "effective_batch_text", "tracker_for"]
+
 MICRO = "batch/micro"
 ACCUMULATION = "batch/accumulation"
 EFFECTIVE = "batch/effective"
@@ -41,7 +43,7 @@ EFFECTIVE_BATCH_ENTRY = "Config/effective_batch_size"
 
 
 def batch_metrics(*results: Any, devices: int | None = None) -> dict[str, float]:
-    """Return the `batch/*` metrics that some results know of; where two know the same, the later one has its say.
+    """Return the `batch/*` metrics that some results know of; where two know the same, the later one counts.
 
     >>> from batchwright.planning.plan import plan
     >>> from batchwright.planning.critical_batch import CriticalBatch

@@ -100,7 +100,7 @@ def estimate(
     - `memory`: a budget such as "16GiB"; of a card, the memory it has. On the CPU the largest micro-batch within the
       budget is searched first, and the answer is its estimate.
     - `find_max`: search the largest micro-batch that fits on the card, likewise.
-    - `devices`: simulate one of so many ranks of a card: the workload's `wrap` runs over a process group that sends
+    - `devices`: simulate one of N ranks of a card: the workload's `wrap` runs over a process group that sends
       nothing.
     - `allocator`: a card's settings as PYTORCH_ALLOC_CONF has them.
     - `snapshot`: a file to write PyTorch's own memory snapshot of the run to, for pytorch.org/memory_viz.
@@ -122,7 +122,7 @@ def estimate(
             if value != default
         }
         if given:
-            raise InvalidInputError(f"{', '.join(given)}: for a workload, and a program of your own was given.")
+            raise InvalidInputError(f"{', '.join(given)} cannot be used with a bw.Script.")
         answer: Estimate = workload.answer_estimate(
             micro_batch=micro_batch,
             accumulation=accumulation,

@@ -362,9 +362,11 @@ def estimate_named(
     >>> estimate.peak_at.module, f"{estimate.peak_bytes.allocated / 2**30:.1f} GiB"
     ('loss', '75.4 GiB')
 
-    `precision` is "fp32", "bf16" (weights, gradients and moments too) or "mixed" (fp32 weights under bf16 autocast).
-    `tuning` is "full", "lora" (rank 16 on every matrix of attention and MLP) or "qlora" (those matrices in 4-bit NF4).
-    `kernels` is "gpu" or "cpu": they differ in the masks of dropout, and a CPU has no fused attention with dropout.
+    - `precision`: "fp32", "bf16" (weights, gradients and moments too) or "mixed" (fp32 weights under bf16 autocast).
+    - `tuning`: "full", "lora" (rank 16 on every matrix of attention and MLP) or "qlora" (those matrices in 4-bit NF4).
+    - `zero`: the ZeRO stage, 0 to 3, over `devices` ranks.
+    - `attention`: "sdpa" or "eager".
+    - `kernels`: "gpu" or "cpu": they differ in the masks of dropout, and a CPU has no fused attention with dropout.
     """
     shape = find_model(name)
     setup = Setup.of(

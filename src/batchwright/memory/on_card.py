@@ -308,7 +308,7 @@ def card_named(on: str, *, memory: str | int | None = None) -> Card | None:
     if not names_a_card(on):
         raise InvalidInputError(
             f"{on} is a device of this machine, and an estimate runs nothing on it.",
-            remedy='on="a100-40gb", a card by name; or `fit`, which runs the step for real',
+            remedy='on="a100-40gb", a card by name; or bw.fit, which runs the step for real',
         )
     try:
         card = find_card(on)
@@ -368,7 +368,7 @@ class OnCard:
             traced = trace_workload(self.workload, micro_batch, self.step, card=self.as_it_is())
         except torch.OutOfMemoryError:
             return None
-        note = "near the limit: these are the peaks on the card itself, whose allocator gives back what it has cached"
+        note = "near the limit: these are the peaks on the card itself, whose allocator releases its cache"
         return self._corrected(replace(traced, notes=(*traced.notes, note)))
 
     def _corrected(self, traced: Traced) -> Traced:

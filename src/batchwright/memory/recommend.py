@@ -154,8 +154,11 @@ def recommend(
     >>> [a.recommended_batch_size for a in recommend(["7b", "13b"], ["24GB", "40GB"], tuning="qlora").answers]
     [4, 8, 2, 4]
 
-    A size is 1b, 3b, 7b, 13b, 30b or 70b, or any name of the catalogue; a memory is bytes or text such as "24GiB". `on`
-    names cards of the catalogue instead, such as "a100-40gb": what torch sees of their memory, less the context.
+    - `sizes`: 1b, 3b, 7b, 13b, 30b or 70b, or any name of the catalogue.
+    - `memory`: bytes, or text such as "24GiB".
+    - `on`: cards of the catalogue instead, such as "a100-40gb": what torch sees of their memory, less the context.
+    - `task`: "classification", "generation" or "qa".
+    - `tuning`, `seq_len`, `precision`, `checkpointing`: as in `bw.estimate_named`.
     """
     task = one_of("task", task, TASKS)
     setup = Setup.of(precision=precision, tuning=tuning, checkpointing=checkpointing)

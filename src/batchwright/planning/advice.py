@@ -2,7 +2,7 @@
 
 Promises:
 - every option is a whole setting, before and after, with its effective batch and its learning rate;
-- an option keeps the effective batch, or changes it on purpose, and then the learning rate follows or the option says
+- an option keeps the effective batch, or changes it deliberately, and then the learning rate follows or the option says
   why it stays;
 - nothing is claimed about memory or speed that was not measured: these are the levers, not the gains;
 - what is not known (the largest micro-batch that fits, the critical batch) is not made up.
@@ -114,7 +114,7 @@ def _calm_training(case: Case) -> Iterator[Option]:
         yield case.option(
             f"accumulate {factor} times as long",
             replace(now, accumulation=now.accumulation * factor),
-            f"gradient noise falls by sqrt({factor}) at the same memory; the learning rate stays on purpose, "
+            f"gradient noise falls by sqrt({factor}) at the same memory; the learning rate stays, "
             "since raising it would bring the noise back",
             follow=False,
         )
@@ -275,5 +275,5 @@ def _refuse_contradiction(problem: str, case: Case) -> None:
     if problem != "out-of-memory" and fits is not None and fits < now:
         raise InvalidInputError(
             f"micro-batch {now:,} is above the largest that fits, {fits:,}: it runs out of memory first.",
-            remedy=f"advise out-of-memory with micro-batch {now:,} and max micro-batch {fits:,}",
+            remedy=f'bw.advise("out-of-memory", micro_batch={now}, max_micro_batch={fits})',
         )

@@ -80,8 +80,8 @@ def refuse_uneven(plan: Plan, framework: str, reason: str) -> None:
         return
     raise NotExpressibleError(
         f"{framework} cannot run this plan: micro-batches of {plan.split.smallest:,} and {plan.split.largest:,} "
-        f"(policy 'exact'), and {reason}.",
-        remedy=f"policy 'nearest', 'at-least' or 'at-most'; or run {plan.effective_batch:,} exactly "
+        f'(policy="exact"), and {reason}.',
+        remedy=f'policy="nearest", policy="at-least" or policy="at-most"; or run {plan.effective_batch:,} exactly '
         "in pytorch, whose loop takes plan.batch_sampler(rank)",
     )
 

@@ -166,8 +166,8 @@ def choose_split(effective_batch: int, *, max_micro_batch: int, devices: int, po
         raise InvalidInputError(
             f"effective batch {effective_batch:,} is below the number of devices, {devices:,}: "
             f"{counted(devices - effective_batch, 'device')} would have no sample, "
-            f"which policy '{policy}' does not allow.",
-            remedy=f"policy 'nearest' or 'at-least' (one sample each, effective batch {devices:,}), "
+            f'which policy="{policy}" does not allow.',
+            remedy=f'policy="nearest" or policy="at-least" (one sample each, effective batch {devices:,}), '
             f"or at most {effective_batch:,} devices",
         )
     if policy == "exact":

@@ -306,12 +306,18 @@ class TokenBatchSampler:
     >>> round(sampler.stats().waste, 3)
     0.118
 
-    `lengths` is a list, an array, a tensor, a column, or a function of a sample that is called once for each of
-    `dataset`, with progress on stderr or to `progress`, and never again where `remember` names a file (.npy); two per
-    sample where there are two (source and target). `waste` is how much padding is allowed for the sake of shuffling, by
-    default 1.5 %, and more where few samples would otherwise be in the same batches every epoch.
-    `oversize` says what becomes of a sample over the budget on its own: "error", "drop" or "single".
-    `max_tokens_per_step` groups batches into optimizer steps: `Accumulator(..., accumulation=sampler.windows)`.
+    - `lengths`: a list, an array, a tensor, a column, or a function of a sample, called once for each of `dataset`; two
+      per sample where there are two (source and target).
+    - `max_tokens`: the budget of a batch, padding included; in what `cost` counts, if that is given.
+    - `cost`: a `bw.BatchCost`, what a batch costs by its lengths. None: tokens.
+    - `seed`: of the order; every epoch has another one.
+    - `rank`, `world_size`: None reads them from the process group or the launcher.
+    - `max_samples`, `multiple_of`: most samples of a batch, and what their number is a multiple of.
+    - `waste`: how much padding is allowed for the sake of shuffling, by default 1.5 %, and more where few samples would
+      otherwise be in the same batches every epoch.
+    - `oversize`: what becomes of a sample over the budget on its own: "error", "drop" or "single".
+    - `max_tokens_per_step`: groups batches into optimizer steps: `Accumulator(..., accumulation=sampler.windows)`.
+    - `remember`: a file (.npy) for lengths that a function read; `progress` receives how far it is, else stderr does.
     """
 
     def __init__(
@@ -347,7 +353,7 @@ class TokenBatchSampler:
         self._first = self._num_passes = 0
         self._first_epoch = FirstEpoch(self._count_first)
         self.is_resumed = False
-        """Whether the next pass goes on where a state stood."""
+        """Whether the next pass resumes from a loaded state."""
         self._print: str | None = None
         self.certified: str | None = None
         """What ran to prove the budget; None where nothing did."""

@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from batchwright.auditing.audit_result import TOLERANCES, Audit, Cause, SplitAudit
-from batchwright.auditing.causes import COUNT_IGNORED, UNKNOWN
+from batchwright.auditing.causes import COUNT_IGNORED, DIVIDED_TWICE, NOT_COMPARABLE, SHORT_WINDOW, UNKNOWN
 from batchwright.auditing.gradients import Gradient, compare_modules
 from batchwright.auditing.overrides import frozen_statistics, without_autocast, without_clipping, without_dropout
 from batchwright.catalogue.cards import names_a_card
@@ -43,22 +43,6 @@ if TYPE_CHECKING:
 # Optimizer steps whose backwards are counted: a window that differs from the others needs two of those.
 _NUM_WINDOWS = 3
 _NEAR = 1e-3
-
-SHORT_WINDOW = Cause(
-    "windows of different lengths",
-    "the optimizer steps after a number of backwards that is not the accumulation",
-    "step where (index + 1) % accumulation == 0, not where index % accumulation == 0; bw.Accumulator counts by itself",
-)
-DIVIDED_TWICE = Cause(
-    "divided twice",
-    "the gradient is divided by the number of micro-batches once more than it should be",
-    "divide in one place: by the framework, or by the loop",
-)
-NOT_COMPARABLE = Cause(
-    "cannot be compared",
-    "the two runs did not train on the same samples",
-    "a seed for the loader's order, and samples that do not depend on the batch they are drawn in",
-)
 
 
 class GradientMeasure:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 MICRO_BATCH, ACCUMULATION = "micro_batch", "accumulation"
-_EXAMPLE = "batchwright fit -- python train.py --batch-size {micro_batch}"
+_EXAMPLE = 'bw.Script(["train.py", "--batch-size", "{micro_batch}"])'
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?(\.exe)?$")
 # Options of the interpreter that are followed by a value of their own.
 _PYTHON_VALUES = ("-W", "-X", "--check-hash-based-pycs")
@@ -135,7 +135,7 @@ def read_command(words: Sequence[str]) -> UserCommand:
     ('package.train', True, ('--lr', '3e-4'), ('-u',))
     """
     if not words:
-        raise InvalidInputError("there is no command behind --.", remedy=_EXAMPLE)
+        raise InvalidInputError("the command is empty.", remedy=_EXAMPLE)
     rest = list(words)
     environment = []
     while rest and _ASSIGNMENT.match(rest[0]):
@@ -145,7 +145,7 @@ def read_command(words: Sequence[str]) -> UserCommand:
         raise InvalidInputError(f"there is no program in {shortened(' '.join(words))}.", remedy=_EXAMPLE)
     if rest[0].startswith("-"):
         raise InvalidInputError(
-            f"behind -- stands {shortened(rest[0])}, which is neither a program nor the argument of a target.",
+            f"the command begins with {shortened(rest[0])}, which is neither a program nor the argument of a target.",
             remedy="a target before --, as in train.py:workload -- --layers 4; or a command: -- python train.py",
         )
     name = Path(rest[0]).name
@@ -201,7 +201,7 @@ def _read_python(words: tuple[str, ...], interpreter: str, rest: list[str]) -> U
     if not rest or rest[0] in ("-c", "-"):
         raise InvalidInputError(
             f"{shortened(' '.join(words))} runs no file: a program typed on the command line cannot be run again.",
-            remedy="write it to a file: batchwright fit -- python train.py ...",
+            remedy='write it to a file: bw.Script(["train.py"])',
         )
     is_module = rest[0] == "-m"
     program = rest[1:] if is_module else rest

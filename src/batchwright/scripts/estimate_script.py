@@ -19,8 +19,6 @@ from batchwright.units import parse_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from rich.console import RenderableType
-
     from batchwright.scripts.script import Script
 
 
@@ -29,6 +27,7 @@ class ScriptEstimate(PrintedResult):
     """The peak of a program's own step, and what was seen of it."""
 
     in_repr = ("name", "on", "micro_batch", "fits")
+    drawn_by = "script_text.draw_script_estimate"
 
     name: str
     command: str
@@ -73,17 +72,6 @@ class ScriptEstimate(PrintedResult):
             "files_written": list(run.files_written),
             "notes": list(run.notes),
         }
-
-    def __rich__(self) -> RenderableType:
-        from batchwright.report.text.script_text import draw_script_estimate
-
-        return draw_script_estimate(self)
-
-    def _repr_html_(self) -> str:
-        from batchwright.report.display import table_to_html
-        from batchwright.report.text.script_text import script_columns, script_remarks, summarize_script
-
-        return table_to_html(summarize_script(self), script_columns(self), script_remarks(self))
 
 
 def estimate_script(

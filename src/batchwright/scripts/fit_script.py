@@ -146,7 +146,7 @@ def fit_script(script: Script, request: FitRequest, say: Callable[[str], None]) 
     """Find the largest micro-batch at which a program runs, at each shape."""
     given = [name for name, default in _OF_WORKLOADS.items() if getattr(request, name) != default]
     if given:
-        raise InvalidInputError(f"{', '.join(given)}: for a workload, and a program of your own was given.")
+        raise InvalidInputError(f"{', '.join(given)} cannot be used with a bw.Script.")
     budget, probe_bytes = _budget(request)
     with Probes(script, request.on, devices=request.devices) as probes:
         script, notes = with_recognised_options(probes, (MICRO_BATCH,), shape=request.shapes[0], say=say)

@@ -135,7 +135,7 @@ class KeptState:
         if id(thing) in self._words:
             return
         if not can_be_kept(thing):
-            raise InvalidInputError(f"what a probe gives back must be {_ACCEPTED}; received {shortened(thing)}.")
+            raise InvalidInputError(f"what a probe restores must be {_ACCEPTED}; received {shortened(thing)}.")
         self._owner = type(thing).__name__
         # A trace that is under way must not take the copies for its own.
         outside = torch._C.DisableTorchFunction(), _disable_current_modes()

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 # So often is a forward followed before it is believed to repeat itself.
 _FOLLOWED = 3
-# By so much may what is held have grown since one was followed.
-_GROWTH = 1.01
 _PLAIN = (type(None), bool, int, float, str)
 
 

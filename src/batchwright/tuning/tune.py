@@ -333,13 +333,13 @@ def _tune(
         except KeyboardInterrupt as stop:
             run[stage] = {"skipped": "interrupted"}
             if _keep(run, path, say):
-                stop.add_note(f"What was measured is in {path}; resume=True goes on from there.")
+                stop.add_note(f"What was measured is in {path}; run it again with resume=True to continue.")
             raise
         finally:
             seconds[stage] = time.monotonic() - start
             _keep(run, path, say)
         if file is not None:
-            ranks.remedy = f"What was measured before that is in {file}; resume=True goes on from there."
+            ranks.remedy = f"What was measured before that is in {file}; run it again with resume=True to continue."
     advise_run(run, request)
     if isinstance(workload, Script):
         script_stages.fill_in(run["recommendation"], workload, request)

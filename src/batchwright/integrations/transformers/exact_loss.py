@@ -212,7 +212,7 @@ def measure_unit(trainer: Any, batch: Mapping[str, Any]) -> str:
     for unit in UNITS:
         if unit != "samples" and not isinstance(labels, torch.Tensor):
             continue
-        if "labels after" in unit and (labels is None or labels.dim() < 2):
+        if unit == "labels after the first" and (labels is None or labels.dim() < 2):
             continue
         weights = [float(count_units(trainer, unit, part)) for part in parts]
         weighted = first * weights[0] + rest * weights[1]
@@ -439,7 +439,7 @@ def _check(trainer: Any) -> None:
     if own is not transformers.Trainer.compute_loss and own.__module__ != __name__:
         raise InvalidInputError(
             f"{type(trainer).__name__} has a compute_loss of its own: what it divides by is its author's to say.",
-            remedy="batchwright.audit(trainer) shows whether it is right",
+            remedy="bw.audit(trainer) shows whether it is right",
         )
     ways = ("get_tp_size", "get_cp_size", "get_sp_size")  # not all of them in earlier versions
     sizes = [getattr(trainer, way)() for way in ways if hasattr(trainer, way)]

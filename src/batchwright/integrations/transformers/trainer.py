@@ -142,7 +142,7 @@ class TrainerProbes:
                     self._state.restore()
 
     def restored(self) -> Restored:
-        """What was given back as it was found."""
+        """What was restored."""
         covered = (*self._state.covered, "state, control, callbacks, arguments and data of the trainer")
         beyond = "files, connections and Python objects that a subclass of Trainer changes itself"
         return Restored(covered, (*self._not_kept, beyond))

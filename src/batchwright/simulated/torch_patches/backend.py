@@ -174,7 +174,7 @@ def card_device(value: Any) -> Any:
 
 
 def refuse_other_cards(index: int | None) -> None:
-    """Raise what CUDA raises for a card that is not there."""
+    """Raise what CUDA raises for a card beyond the simulated one."""
     if index:
         raise RuntimeError(
             f"CUDA error: invalid device ordinal: the step asks for cuda:{index}, and one card is simulated, cuda:0"

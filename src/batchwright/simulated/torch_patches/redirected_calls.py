@@ -92,7 +92,7 @@ class DefaultDevice:
         self._is_type_of_card = False
 
     def patches(self) -> Iterator[Patch]:
-        """Have torch's own functions set and tell it; a card that is not there would be refused by torch."""
+        """Have torch's own functions set and tell it; a simulated card would be refused by torch."""
         set_device, device_of, set_type = (
             torch.set_default_device,
             torch.get_default_device,
