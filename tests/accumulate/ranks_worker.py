@@ -1,4 +1,4 @@
-"""What each rank of test_ranks.py does: every case under DDP and under FSDP2, against the big batch of all ranks.
+"""What each rank of test_parallelism.py does: every case under DDP and under FSDP2, against the big batch of all ranks.
 
 Rank r has every second micro-batch of one list, so both know what the other has.
 """

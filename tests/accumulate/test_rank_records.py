@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.accumulate.micro_batches import REDUCTIONS, Totals
-from batchwright.accumulate.ranks import WindowReport
+from batchwright.accumulate.parallelism import WindowReport
 from batchwright.noise.capture.watched_windows import RankSums
 
 NAMES = ("masked", "next")

@@ -32,7 +32,7 @@ from batchwright.accumulate.micro_batches import (
     counted_micro_batch,
     read_terms,
 )
-from batchwright.accumulate.ranks import check_data_parallel, find_parallelism
+from batchwright.accumulate.parallelism import check_data_parallel, find_parallelism
 from batchwright.accumulate.weights import TrainedWeights, check_construction
 from batchwright.accumulate.windows import Step, Windows, WindowWatcher
 from batchwright.device.batches import clear_num_samples, cut, num_samples

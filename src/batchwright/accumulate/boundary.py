@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from batchwright.accumulate.ranks import Parallelism
+    from batchwright.accumulate.parallelism import Parallelism
 
 
 CLIP_LISTENER: ContextVar[Callable[[list[Any]], None] | None] = ContextVar("CLIP_LISTENER", default=None)

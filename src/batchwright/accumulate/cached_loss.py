@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from batchwright.accumulate.boundary import graph_nodes
-from batchwright.accumulate.ranks import SyncFlags
+from batchwright.accumulate.parallelism import SyncFlags
 from batchwright.accumulate.weights import warn_of_batch_norm
 from batchwright.device.batches import cut, num_samples
 from batchwright.errors import InvalidInputError

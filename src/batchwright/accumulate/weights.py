@@ -29,7 +29,7 @@ from batchwright.units import shortened
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from batchwright.accumulate.ranks import Parallelism
+    from batchwright.accumulate.parallelism import Parallelism
 
     _Home = tuple[dict[str, nn.Parameter | None], str, str, nn.Parameter]
 
@@ -136,7 +136,7 @@ _REMEDY = "freeze, unfreeze, add or swap weights between two windows: when backw
 class TrainedWeights:
     """The weights of a model and of its optimizers, as they are now.
 
-    >>> from batchwright.accumulate.ranks import Parallelism
+    >>> from batchwright.accumulate.parallelism import Parallelism
     >>> layer = torch.nn.Linear(2, 1)
     >>> weights = TrainedWeights(layer, [torch.optim.SGD(layer.parameters(), lr=0.1)], Parallelism())
     >>> _ = layer.bias.requires_grad_(False)

@@ -29,7 +29,7 @@ from batchwright.accumulate.micro_batches import (
     Totals,
     WindowSizes,
 )
-from batchwright.accumulate.ranks import Parallelism, Planned, Used, exchange
+from batchwright.accumulate.parallelism import Parallelism, Planned, Used, exchange
 from batchwright.errors import InvalidInputError
 from batchwright.printed_result import PrintedLine
 from batchwright.units import shortened, whole_number

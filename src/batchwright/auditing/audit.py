@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from batchwright.accumulate.ranks import find_parallelism
+from batchwright.accumulate.parallelism import find_parallelism
 from batchwright.auditing.audit_result import BIG_BATCH, TOLERANCES, Audit, Cause, Compared, SplitAudit, split_name
 from batchwright.auditing.audited_workload import AuditedWorkload, AuditSubject
 from batchwright.auditing.causes import (

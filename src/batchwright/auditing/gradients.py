@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from batchwright.accumulate.ranks import unwrap
+from batchwright.accumulate.parallelism import unwrap
 from batchwright.auditing.audit_result import ModuleError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchwright.accumulate.ranks import check_data_parallel, find_parallelism
+from batchwright.accumulate.parallelism import check_data_parallel, find_parallelism
 from batchwright.accumulate.weights import remove_all
 from batchwright.device.batches import possible_sizes, tensors_in
 from batchwright.noise.capture.example_norms import ExampleNorms, UnknownModuleError

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from batchwright.accumulate.accumulator import Accumulator
     from batchwright.accumulate.micro_batches import Totals
-    from batchwright.accumulate.ranks import Parallelism
+    from batchwright.accumulate.parallelism import Parallelism
     from batchwright.noise.noise_scale import NoiseScale
 
 

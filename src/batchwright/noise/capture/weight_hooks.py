@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from batchwright.accumulate.ranks import Parallelism
+    from batchwright.accumulate.parallelism import Parallelism
 
 
 class WeakHook:
