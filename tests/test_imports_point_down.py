@@ -33,6 +33,7 @@ PARTS = (
     "scripts",
     "sampler",
     "tuning",
+    "checkup",
     "report",
     "integrations",
     "cli",

@@ -84,8 +84,10 @@ def test_for_and_policy_are_read_whatever_their_case(run: Run) -> None:
         (["32", "--micro-batch", "8", "--workers", "4"], "try: in Python: bw.plan(256, micro_batch=8, workers=4)"),
         (["32", "--micro-batch", "8", "--policy", "best"], "policy must be one of nearest, at-least, at-most, exact"),
         (["32", "--micro-batch", "8", "--for", "lightnin"], "unknown framework 'lightnin'; known are transformers"),
-        (["32", "--micro-batch", "8", "--times", "4"], "times are written MICRO_BATCH=SECONDS"),
-        (["32", "--micro-batch", "8", "--times", "4=-1"], "time of micro-batch 4 must be a positive number of seconds"),
+        (
+            ["32", "--micro-batch", "8", "--times", "4=0.1"],
+            "try: in Python: bw.plan(256, micro_batch=8, times={4: 0.11,",
+        ),
         (["32"], "--micro-batch, the largest that fits, is needed"),
         (["--micro-batch", "8"], "EFFECTIVE, the batch you want, is needed"),
         (

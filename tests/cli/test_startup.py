@@ -36,7 +36,7 @@ def imported_by(*args: str, expected_code: int = 0) -> set[str]:
 @pytest.mark.parametrize(
     "args",
     [
-        ["plan", "1024", "--micro-batch", "48", "--devices", "4", "--samples", "100000", "--times", "4=0.1,8=0.2"],
+        ["plan", "1024", "--micro-batch", "48", "--devices", "4", "--samples", "100000"],
         ["plan", "32", "--micro-batch", "8", "--for", "transformers"],
         ["plan", "32", "--micro-batch", "8", "--json"],
         ["advise", "slow", "--micro-batch", "4"],

@@ -40,6 +40,7 @@ COMMANDS = {
     "recommend": "Recommend a micro-batch from a model's size and the memory there is.",
     "advise": "Say what to change when out of memory, unstable or slow.",
     "explain": "Explain the concepts, in English or Chinese.",
+    "check": "Try every part on this machine, and say what to paste into an issue.",
 }
 
 

@@ -11,6 +11,7 @@ from batchwright.report.display import print_json, print_result
 _MOVED = {
     "--drop-last": "in Python: bw.plan(256, micro_batch=8, samples=10_000, drop_last=True)",
     "--eval-micro-batch": "in Python: bw.plan(256, micro_batch=8, eval_micro_batch=16)",
+    "--times": "in Python: bw.plan(256, micro_batch=8, times={4: 0.11, 8: 0.19, (4, 8): 0.95})",
     "--workers": "in Python: bw.plan(256, micro_batch=8, workers=4)",
     **dict.fromkeys(("--model", "--seq-len"), "in Python: bw.plan(256, micro_batch=8, estimate=...)"),
 }
@@ -28,7 +29,6 @@ _MOVED = {
     show_default=True,
     help="How to round a target that does not divide; 'exact' uses uneven micro-batches.",
 )
-@click.option("--times", metavar="M=S,...", help="Measured seconds: 4=0.11 for one pass, 4x8=0.95 for a whole step.")
 @shared("--for")
 @click.option(
     "--check", "config", metavar="FILE", help="Check the numbers of a DeepSpeed or TrainingArguments file instead."
@@ -42,7 +42,6 @@ def command(
     devices: int,
     samples: int | None,
     policy: str,
-    times: str | None,
     framework: str | None,
     config: str | None,
     as_json: bool,
@@ -54,7 +53,8 @@ def command(
     batchwright plan 32 --micro-batch 8 --samples 10000 --for transformers
     batchwright plan --check ds_config.json --devices 8
 
-    In Python, bw.plan also takes drop_last, eval_micro_batch, workers and estimate (a peak for each row).
+    In Python, bw.plan also takes times (measured seconds), drop_last, eval_micro_batch, workers and estimate (a peak
+    for each row).
     """
     if config is not None:
         return _check_file(ctx, config, devices, as_json)
@@ -62,7 +62,6 @@ def command(
         missing = "EFFECTIVE, the batch you want," if effective is None else "--micro-batch, the largest that fits,"
         raise click.UsageError(f"{missing} is needed. Example: batchwright plan 256 --micro-batch 8 --devices 4", ctx)
     from batchwright.planning.plan import plan
-    from batchwright.planning.times import parse_times
 
     answer = plan(
         effective,
@@ -70,7 +69,6 @@ def command(
         devices=devices,
         samples=samples,
         policy=policy,
-        times=None if times is None else parse_times(times),
     )
     if framework is None:
         print_result(answer, as_json=as_json)

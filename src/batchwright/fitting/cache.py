@@ -176,7 +176,7 @@ class Answers:
     """The answers that are remembered, each under a key of `AnswerBook`."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = _default_folder() if folder is None else folder
+        self._folder = answers_folder() if folder is None else folder
 
     def recall(self, key: str) -> tuple[Remembered | None, str]:
         """Return the answer under a key, or None; the note says why an entry was ignored."""
@@ -227,7 +227,7 @@ class Answers:
         return ""
 
 
-def _default_folder() -> Path | None:
+def answers_folder() -> Path | None:
     """Return where answers are kept; None if the user has no home."""
     given = os.environ.get("BATCHWRIGHT_CACHE")
     try:

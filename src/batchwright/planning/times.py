@@ -18,7 +18,7 @@ from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
-from batchwright.units import parse_whole_number, positive_seconds, shortened, whole_number
+from batchwright.units import positive_seconds, shortened, whole_number
 
 if TYPE_CHECKING:
     from batchwright.planning.split import Split
@@ -29,10 +29,6 @@ _COEFFICIENTS = ("alpha", "beta", "sigma")
 _SUBSETS = sorted(
     chain.from_iterable(combinations(range(3), size) for size in (1, 2, 3)),
     key=lambda s: (1 not in s, len(s)),
-)
-_HOW_TO_WRITE = (
-    "times are written MICRO_BATCH=SECONDS for one forward and backward, such as 4=0.11,8=0.19, "
-    "or MICRO_BATCHxACCUMULATION=SECONDS for a whole optimizer step, such as 4x8=0.95"
 )
 
 
@@ -111,7 +107,10 @@ def fit_times(times: Times) -> TimeModel:
         return times
     points = tuple(_checked(point) for point in _as_points(times))
     if not points:
-        raise InvalidInputError(f"no times received; {_HOW_TO_WRITE}.")
+        raise InvalidInputError(
+            "no times received; times are seconds by micro-batch, such as {4: 0.11, 8: 0.19}, or by "
+            "(micro-batch, accumulation) for a whole optimizer step, such as {(4, 8): 0.95}."
+        )
     rows = [[share / point.seconds for share in point.shares()] for point in points]
     alpha, beta, sigma = solution = solve_not_negative(rows, _SUBSETS)
     error = max(abs(_residual(row, solution)) for row in rows)
@@ -136,28 +135,6 @@ def solve_not_negative(rows: Sequence[Sequence[float]], subsets: Iterable[tuple[
             best, error = solution, residual
     assert best is not None, "a single column always has a solution that is not negative"
     return best
-
-
-def parse_times(text: str) -> tuple[TimedPoint, ...]:
-    """Read `4=0.11,8=0.19,4x8=0.95`.
-
-    >>> [(point.micro_batch, point.accumulation, point.seconds) for point in parse_times("4=0.11,4x8=0.95")]
-    [(4, None, 0.11), (4, 8, 0.95)]
-    """
-    points = []
-    for part in text.split(","):
-        size, equals, seconds = part.strip().partition("=")
-        if not equals:
-            raise InvalidInputError(f"cannot read the time {shortened(part.strip())}: {_HOW_TO_WRITE}.")
-        micro_batch, times_sign, accumulation = size.strip().partition("x")
-        points.append(
-            TimedPoint(
-                parse_whole_number(micro_batch, "micro-batch in times="),
-                positive_seconds(seconds, f"time of micro-batch {micro_batch}"),
-                parse_whole_number(accumulation, "accumulation in times=") if times_sign else None,
-            )
-        )
-    return tuple(points)
 
 
 def _as_points(times: Mapping[Any, float] | Iterable[TimedPoint]) -> Iterable[TimedPoint]:
