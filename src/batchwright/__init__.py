@@ -7,6 +7,7 @@ Plan(micro_batch=43, accumulation=6, devices=4, effective_batch=1032)
 This is the front door: every public name is here, and each loads its part when it is first used, so that
 `import batchwright` costs nothing and never imports torch. Only these names, `batchwright.integrations.*` and the
 command are public; every other module is private, whatever its name.
+`import batchwright` costs nothing and never imports torch. Where torch is not installed, what needs it says so.
 """
 
 from __future__ import annotations
@@ -120,6 +121,9 @@ _HOMES = {
     "tune": "tuning.tune",
 }
 
+# What answers without torch and numpy; the calculator of the site is made of these.
+_WITHOUT_TORCH = ("advise", "best_batch", "check_config", "estimate_named", "plan", "recommend")
+
 
 def __getattr__(name: str) -> object:
     import importlib
@@ -128,7 +132,18 @@ def __getattr__(name: str) -> object:
         return importlib.import_module("batchwright.integrations")
     if name not in _HOMES:
         raise AttributeError(f"module 'batchwright' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"batchwright.{_HOMES[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"batchwright.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "numpy"):
+            raise
+        from batchwright.errors import MissingExtraError
+
+        raise MissingExtraError(
+            f"bw.{name} needs {error.name}, which is not installed.",
+            details=[f"without it work {', '.join(f'bw.{other}' for other in _WITHOUT_TORCH)}"],
+            remedy=f"pip install {error.name}",
+        ) from None
     globals()[name] = value
     return value
 

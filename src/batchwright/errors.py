@@ -7,7 +7,7 @@ BatchwrightError
 ├── CannotTraceError                          a step whose memory cannot be predicted without running it
 ├── StepFailedError                           the user's step raised, in another process
 ├── RankFailedError                           a rank ran out of memory, hung or died, and ended all of them
-└── MissingExtraError     (also ImportError)  a package that belongs to an extra is not installed
+└── MissingExtraError     (also ImportError)  torch, numpy or a package of an extra is not installed
 
 Each carries the exit code that the command ends with. The message says what was asked, what happened and
 what to do; a caller in Python reads the same text as a person at the terminal.
@@ -90,7 +90,7 @@ class RankFailedError(BatchwrightError):
 
 
 class MissingExtraError(BatchwrightError, ImportError):
-    """A package that one of batchwright's extras brings is not installed."""
+    """Torch, numpy or a package that one of batchwright's extras brings is not installed."""
 
     exit_code = 2
 

@@ -1,0 +1,68 @@
+// Runs Python beside the page: the wheel that pip installs, and nothing that is not of this origin.
+// A message {id, name, args} is answered by {id, text} or {id, error}; {state} says how far the loading is.
+
+const GLUE = `
+import contextlib, io, json, shlex
+from batchwright.memory import calculator
+from batchwright.units import format_bytes
+
+def _bytes_of(data, is_bytes=False):
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from _bytes_of(value, key.endswith("bytes") or key in ("parts", "grows_with_batch", "allocated"))
+            if is_bytes:
+                yield from _bytes_of(value, True)
+    elif isinstance(data, list):
+        for value in data:
+            yield from _bytes_of(value, is_bytes)
+    elif is_bytes and isinstance(data, int) and not isinstance(data, bool):
+        yield data
+
+def answer(query):
+    data = calculator.answer_query(query)
+    left = [data["card"]["usable_bytes"] - data["estimate"]["peak_bytes"]["allocated"],
+            data["card"]["total_bytes"] - data["card"]["context_bytes"] - data["card"]["usable_bytes"]] if "card" in data else []
+    shown = {number: format_bytes(number) for number in {*_bytes_of(data), *left} if number >= 0}
+    return json.dumps({"answer": json.dumps(data, ensure_ascii=False), "shown": shown})
+
+def check(text, devices):
+    return json.dumps(calculator.check_text(text, ".json", devices), ensure_ascii=False)
+
+def run(line):
+    out = io.StringIO()
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        return json.dumps({"code": 2, "text": f"Error: {error}."})
+    from batchwright import cli
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            cli.main(words[1:] if words[:1] == ["batchwright"] else words)
+        except SystemExit as leaving:
+            code = leaving.code
+    return json.dumps({"code": code or 0, "text": out.getvalue()})
+`;
+
+async function load() {
+  const files = await (await fetch("files.json")).json();
+  const { loadPyodide } = await import("./pyodide/pyodide.mjs");
+  const wheels = files.wheels.map((name) => fetch(`wheels/${name}`).then((answer) => {
+    if (!answer.ok) throw new Error(`${name}: ${answer.status}`);
+    return answer.arrayBuffer();
+  }));
+  const python = await loadPyodide({ indexURL: new URL("pyodide/", import.meta.url).href });
+  for (const wheel of await Promise.all(wheels)) python.unpackArchive(wheel, "wheel");
+  python.runPython(GLUE);
+  return Object.fromEntries(["answer", "check", "run"].map((name) => [name, python.globals.get(name)]));
+}
+
+const loaded = load();
+loaded.then(() => postMessage({ state: "ready" }), (error) => postMessage({ state: "failed", error: String(error) }));
+
+onmessage = async ({ data: { id, name, args } }) => {
+  try {
+    postMessage({ id, text: (await loaded)[name](...args) });
+  } catch (error) {
+    postMessage({ id, error: String(error) });
+  }
+};
