@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 DEMO := tune examples/char_gpt.py:workload --memory 64MiB --steps 120 --noise-batch 32
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test types tests test-all test-floor test-newest format docs clean
+.PHONY: help demo test types tests test-all test-floor test-newest format docs site clean
 
 help:
 	@echo "make demo    install, then tune a small GPT under a memory budget, and write its report to demo.html"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-all   the slow ones too"
 	@echo "make test-floor, make test-newest   the tests that need torch alone, on the oldest and the newest torch (gigabytes)"
 	@echo "make docs    write the generated pages under docs/ anew"
+	@echo "make site    the documentation and the calculator as a site, in site/ (needs npm, for Pyodide)"
 	@echo "make format  apply the formatter and the safe lint fixes"
 	@echo "make clean   remove .venv and caches"
 
@@ -90,6 +91,10 @@ format: $(VENV)/.ready-to-test
 docs: $(VENV)/.ready-to-test
 	$(BIN)/python docs/generate.py
 
+site: $(VENV)/.ready-for-site
+	$(BIN)/python website/build_site.py --out site
+	@echo "Look at it: python3 -m http.server --directory site"
+
 # One stamp per set of packages, so that the demo does not wait for the frameworks that only the tests need.
 $(VENV)/.ready-to-run: $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing batchwright into $(VENV) (once; PyTorch is large) ..."
@@ -101,9 +106,14 @@ $(VENV)/.ready-to-test: $(BIN)/python pyproject.toml constraints.txt
 	@$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.ready-to-run
 
+$(VENV)/.ready-for-site: $(BIN)/python pyproject.toml
+	@echo "Installing batchwright and what its site needs into $(VENV) (once) ..."
+	@$(PIP) --editable '.[site]'
+	@touch $@ $(VENV)/.ready-to-run
+
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(0 if sys.version_info >= (3, 11) else f"batchwright needs Python 3.11 or newer; $(PYTHON) is {v}. Name another: make PYTHON=python3.11 ...")'
 	@$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) .venv-floor .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site .venv-floor .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
-// Drives the calculator in a headless Chromium, and prints what it saw as JSON. Called by site.py:
+// Drives the calculator in a headless Chromium, and writes what it saw to seen.json. Called by site.py:
 //   node site.mjs MODULES CHROMIUM ORIGIN SCREENSHOTS QUESTIONS.json
 // Prints a line "cut" when the server has to be stopped, and goes on when a line comes on stdin.
-import { mkdtempSync, readFileSync, rmSync } from "node:fs";
+import { mkdtempSync, readFileSync, rmSync, writeFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
@@ -113,5 +113,5 @@ try {
 } finally {
   rmSync(profile, { recursive: true, force: true });
 }
-console.log(JSON.stringify(seen));
+writeFileSync(join(screenshots, "seen.json"), JSON.stringify(seen));
 process.exit(0);

@@ -13,6 +13,7 @@ request to another origin, and a page that says so if Pyodide is blocked. Ends w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import json
 import math
@@ -101,9 +102,13 @@ class Server:
     folder: Path
     blocked: str = "\0"
     sent: dict[str, int] = field(default_factory=dict)
+    compressed: dict[Path, bytes] = field(default_factory=dict)
 
     def __enter__(self) -> Server:
         server = self
+        for path in self.folder.resolve().rglob("*"):
+            if path.is_file():  # beforehand, as a host of static files does
+                self.compressed[path] = gzip.compress(path.read_bytes(), 6)
 
         class Handler(SimpleHTTPRequestHandler):
             def __init__(self, *args: Any) -> None:
@@ -121,14 +126,15 @@ class Server:
                 if not path.is_file() or server.blocked in path.name:
                     self.send_error(404)
                     return
-                content = gzip.compress(path.read_bytes(), 6)
+                content = server.compressed[path.resolve()]
                 self.send_response(200)
                 self.send_header("Content-Type", self.guess_type(str(path)))
                 self.send_header("Content-Encoding", "gzip")
                 self.send_header("Content-Length", str(len(content)))
                 self.send_header("Cache-Control", "max-age=600")
                 self.end_headers()
-                self.wfile.write(content)
+                with contextlib.suppress(ConnectionError):  # the page was left
+                    self.wfile.write(content)
                 server.sent[path.name] = server.sent.get(path.name, 0) + len(content)
 
             def log_message(self, *_: Any) -> None:
@@ -165,7 +171,6 @@ def drive(server: Server, questions: list[str], modules: Path, chromium: str, sc
     timer = threading.Timer(BROWSER_SECONDS, process.kill)
     timer.daemon = True
     timer.start()
-    line = ""
     for line in process.stdout:
         if line.strip() == "cut":
             server.stop()
@@ -173,7 +178,7 @@ def drive(server: Server, questions: list[str], modules: Path, chromium: str, sc
             process.stdin.flush()
     if process.wait():
         raise SystemExit("the browser failed")
-    seen: dict[str, Any] = json.loads(line)
+    seen: dict[str, Any] = json.loads((screenshots / "seen.json").read_text())
     return seen
 
 

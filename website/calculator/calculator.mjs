@@ -61,7 +61,9 @@ function call(name, ...args) {
   });
 }
 
+let isBlocked = false;
 function fail(reason) {
+  isBlocked = true;
   const question = Object.fromEntries(new URLSearchParams(location.search));
   const { model, card, seq_len, precision, tuning, checkpointing } = { ...choices.defaults, ...question };
   const quote = (word) => (/^[\w.:/-]+$/.test(word) ? word : `'${String(word).replaceAll("'", `'\\''`)}'`);
@@ -72,7 +74,7 @@ function fail(reason) {
   $("problem").hidden = false;
   $("problem").replaceChildren(
     element("p", { textContent: texts.blocked }),
-    element("pre", { textContent: `pip install batchwright\n${words.map(quote).join(" ")}` }),
+    element("pre", { textContent: `pip install batchwright\n${words.map(quote).join(" ")}`, tabIndex: 0 }),
     element("p", { className: "soft", textContent: reason }),
   );
 }
@@ -164,13 +166,13 @@ async function ask(query, { push = false, keeps = false } = {}) {
   const text = await call("answer", query).catch((error) => JSON.stringify({ answer: JSON.stringify({ error: String(error) }), shown: {} }));
   const { answer: raw, shown } = JSON.parse(text);
   const answer = JSON.parse(raw);
-  if (mine !== latest) return;
+  if (mine !== latest || isBlocked) return;
   $("loading").hidden = true;
   $("tools").hidden = false;
   $("problem").hidden = !("error" in answer);
   $("answer").hidden = "error" in answer;
   if ("error" in answer) {
-    $("problem").replaceChildren(element("pre", { textContent: answer.error }));
+    $("problem").replaceChildren(element("pre", { textContent: answer.error, tabIndex: 0 }));
   } else {
     lastQuery = answer.query;
     show(answer.question);
@@ -229,8 +231,8 @@ function start() {
   addEventListener("popstate", fromAddress);
   $("config-check").addEventListener("submit", checkConfig);
   $("command").addEventListener("submit", runCommand);
-  if ("serviceWorker" in navigator) navigator.serviceWorker.register("offline.js").catch(() => {});
-  return fromAddress();
+  // Only then: what it fetches again would compete with the first answer.
+  return fromAddress().then(() => navigator.serviceWorker?.register("offline.js").catch(() => {}));
 }
 
 start();
