@@ -1,7 +1,7 @@
 // Drives the calculator in a headless Chromium, and writes what it saw to seen.json. Called by site.py:
 //   node site.mjs MODULES CHROMIUM ORIGIN SCREENSHOTS QUESTIONS.json
 // Prints a line "cut" when the server has to be stopped, and goes on when a line comes on stdin.
-import { mkdtempSync, readFileSync, rmSync, writeFileSync } from "node:fs";
+import { mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
@@ -53,15 +53,32 @@ async function judge(page, name) {
   await page.screenshot({ path: join(screenshots, `${name}.png`), fullPage: true });
 }
 
+// Seconds of processor time of the browser so far: what a machine that does nothing else would need at most.
+function processorSeconds() {
+  const parents = new Map();
+  const ticks = new Map();
+  for (const pid of readdirSync("/proc").filter((name) => /^\d+$/.test(name))) {
+    try {
+      const fields = readFileSync(`/proc/${pid}/stat`, "utf8").replace(/^.*\) /s, "").split(" ");
+      parents.set(pid, fields[1]);
+      ticks.set(pid, Number(fields[11]) + Number(fields[12]));
+    } catch { /* it ended meanwhile */ }
+  }
+  const isOurs = (pid) => pid !== undefined && (pid === String(process.pid) || isOurs(parents.get(pid)));
+  return [...ticks].filter(([pid]) => pid !== String(process.pid) && isOurs(pid)).reduce((sum, [, n]) => sum + n, 0) / 100;
+}
+
 const profile = mkdtempSync(join(tmpdir(), "site-profile-"));
 try {
   const browser = await chromium.launchPersistentContext(profile, { executablePath, headless: true, args: FLAGS, viewport: { width: 1280, height: 900 } });
   const page = await browser.newPage();
   watch(page);
   const started = Date.now();
+  const before = processorSeconds();
   await page.goto(`${origin}/calculator/?${questions[0]}`, { waitUntil: "domcontentloaded" });
   const first = await nextAnswer(page);
   seen.coldSeconds = (Date.now() - started) / 1000;
+  seen.coldProcessorSeconds = processorSeconds() - before;
   seen.answers.push({ query: questions[0], raw: first.raw, milliseconds: null, shown: true, online: true });
   const half = Math.ceil(questions.length / 2);
   for (const query of questions.slice(1, half)) seen.answers.push({ ...(await ask(page, query)), online: true });

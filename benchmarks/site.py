@@ -17,6 +17,7 @@ import contextlib
 import gzip
 import json
 import math
+import os
 import random
 import shutil
 import statistics
@@ -257,7 +258,8 @@ def report(seen: dict[str, Any], questions: list[str], once: int, sent: int, blo
     places = f"{offline} of them with the network cut"
     print(f"{len(questions)} questions, {places}: {same} the same to the byte, {len(wrong)} differ")
     cold, cut = seen["coldSeconds"], seen["offlineSeconds"]
-    print(f"first answer {cold:.1f} s after a cold load, {cut:.1f} s without a network")
+    busy = f"({seen['coldProcessorSeconds']:.1f} s of processor time, load {os.getloadavg()[1]:.1f})"
+    print(f"first answer {cold:.1f} s after a cold load {busy}, {cut:.1f} s without a network")
     print(f"later: median {statistics.median(later):.0f} ms, 95 % within {slow:.0f} ms, slowest {later[-1]:.0f} ms")
     print(f"a visitor loads {once / 2**20:.1f} MiB compressed; sent in all views {sent / 2**20:.1f} MiB")
     counts = {"findings of axe-core": "findings", "views too wide": "wide", "requests elsewhere": "foreign"}

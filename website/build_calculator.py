@@ -59,7 +59,8 @@ def build_calculator(folder: Path, *, npm: Path | None = None, wheel: Path | Non
     for name in ("worker.mjs", "calculator.mjs", "calculator.css"):
         shutil.copy(SOURCE / name, folder / name)
     wheels = sorted(path.name for path in (folder / "wheels").iterdir() if path.suffix == ".whl")
-    (folder / "files.json").write_text(json.dumps({"wheels": wheels}), encoding="utf-8")
+    own, *others = sorted(wheels, key=lambda name: not name.startswith("batchwright-"))
+    (folder / "files.json").write_text(json.dumps({"wheel": own, "command": others}), encoding="utf-8")
     write_pages(folder)
     write_offline(folder)
     return sorted(path for path in folder.rglob("*") if path.is_file())

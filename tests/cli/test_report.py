@@ -128,3 +128,46 @@ def test_places_that_no_file_can_have_are_explained(run_file: Path, tmp_path: Pa
     for place in (tmp_path, tmp_path / ("x" * 300)):
         with pytest.raises(BatchwrightError, match="cannot be written"):
             report(run_file, "-o", place)
+
+
+@pytest.fixture
+def other_file(tmp_path: Path) -> Path:
+    run = json.loads(SAMPLE.read_text(encoding="utf-8"))
+    run["fit"]["micro_batch"] *= 2
+    run["recommendation"]["effective_batch"] = 160
+    run["recommendation"]["critical_batch"]["value"] = 900
+    run["noise"] = {"skipped": "as asked"}
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps(run), encoding="utf-8")
+    return file
+
+
+def test_two_runs_are_drawn_side_by_side_with_what_changed(run_file: Path, other_file: Path) -> None:
+    ran = report(run_file, other_file)
+    page = run_file.with_name("run-other.html")
+    assert ran.stdout == f"{page}\n"
+    text = page.read_text(encoding="utf-8")
+    assert "Train with an effective batch of 80" in text
+    assert "Train with an effective batch of 160" in text
+    assert "x 2" in text
+    assert "within the intervals" in text, "a critical batch of 900 is inside of [640, 1,105]"
+    assert "noise is not in other.json: as asked" in text
+
+
+def test_a_run_beside_itself_changed_nothing(run_file: Path) -> None:
+    assert report(run_file, run_file, "-o", run_file.with_name("same.html")).exit_code == 0
+    assert "Nothing that was measured or predicted differs." in run_file.with_name("same.html").read_text(
+        encoding="utf-8"
+    )
+
+
+def test_three_runs_are_refused(run_file: Path) -> None:
+    with pytest.raises(InvalidInputError, match="one run or two; received 3"):
+        report(run_file, run_file, run_file)
+
+
+def test_neither_of_two_runs_is_written_over(run_file: Path, other_file: Path) -> None:
+    before = other_file.read_bytes()
+    with pytest.raises(InvalidInputError, match="is the run itself"):
+        report(run_file, other_file, "-o", other_file)
+    assert other_file.read_bytes() == before

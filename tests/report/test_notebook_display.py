@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import batchwright as bw
+from batchwright.checkup.check import check_machine
 from batchwright.integrations.transformers.exact_loss import ExactLoss, HeadCheck
 from batchwright.memory.estimate import estimate_every_card
 from batchwright.noise.noise_run import measure_noise
@@ -81,6 +82,7 @@ RESULTS: dict[str, Callable[[Path], Any]] = {
     "Advice": lambda _: bw.advise("oom", micro_batch=8),
     "Audit": lambda _: bw.audit(work()),
     "BestBatch": lambda _: bw.best_batch(400, {16: 0.12, 64: 0.24, 256: 0.72}),
+    "Check": lambda _: check_machine(["Accumulator"], on=[]),
     "ConfigCheck": checked,
     "CriticalBatch": lambda _: CriticalBatch(212.4, 168.2, 290.6, unit="samples", observations=120),
     "Estimate": lambda _: bw.estimate(work(), micro_batch=4),

@@ -43,17 +43,28 @@ def run(line):
     return json.dumps({"code": code or 0, "text": out.getvalue()})
 `;
 
+const files = fetch("files.json").then((answer) => answer.json());
+const fetchWheel = (name) => fetch(`wheels/${name}`).then((answer) => {
+  if (!answer.ok) throw new Error(`${name}: ${answer.status}`);
+  return answer.arrayBuffer();
+});
+
 async function load() {
-  const files = await (await fetch("files.json")).json();
+  const wheel = files.then(({ wheel }) => fetchWheel(wheel));
   const { loadPyodide } = await import("./pyodide/pyodide.mjs");
-  const wheels = files.wheels.map((name) => fetch(`wheels/${name}`).then((answer) => {
-    if (!answer.ok) throw new Error(`${name}: ${answer.status}`);
-    return answer.arrayBuffer();
-  }));
   const python = await loadPyodide({ indexURL: new URL("pyodide/", import.meta.url).href });
-  for (const wheel of await Promise.all(wheels)) python.unpackArchive(wheel, "wheel");
+  python.unpackArchive(await wheel, "wheel");
   python.runPython(GLUE);
-  return Object.fromEntries(["answer", "check", "run"].map((name) => [name, python.globals.get(name)]));
+  const functions = Object.fromEntries(["answer", "check", "run"].map((name) => [name, python.globals.get(name)]));
+  // Only a command needs click and rich.
+  let command;
+  const unpackCommand = async () => {
+    for (const wheel of await Promise.all((await files).command.map(fetchWheel))) python.unpackArchive(wheel, "wheel");
+  };
+  return { ...functions, run: async (line) => {
+    await (command ??= unpackCommand());
+    return functions.run(line);
+  } };
 }
 
 const loaded = load();
@@ -61,7 +72,7 @@ loaded.then(() => postMessage({ state: "ready" }), (error) => postMessage({ stat
 
 onmessage = async ({ data: { id, name, args } }) => {
   try {
-    postMessage({ id, text: (await loaded)[name](...args) });
+    postMessage({ id, text: await (await loaded)[name](...args) });
   } catch (error) {
     postMessage({ id, error: String(error) });
   }

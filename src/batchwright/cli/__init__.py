@@ -36,7 +36,7 @@ COMMANDS = {
     "audit": "Compare the accumulated gradient with that of the big batch.",
     "noise": "Train for some steps and measure the critical batch size, with its interval.",
     "tune": "Tune a workload: what fits, how fast, is accumulation right, how large pays, and what to type.",
-    "report": "Draw a run of tune as one HTML page.",
+    "report": "Draw a run of tune as one HTML page, or two runs side by side.",
     "recommend": "Recommend a micro-batch from a model's size and the memory there is.",
     "advise": "Say what to change when out of memory, unstable or slow.",
     "explain": "Explain the concepts, in English or Chinese.",

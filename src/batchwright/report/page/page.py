@@ -132,8 +132,12 @@ def _draw_rests(record: Data | None, run: Data) -> list[str]:
     return [*pieces, element("h3", "The marks"), element("dl", *marks, class_="marks")]
 
 
-def draw_footer(run: Data) -> Html:
-    """Return the last lines: versions, date, how long it took, and the command."""
+def draw_footer(*runs: Data) -> Html:
+    """Return the last lines: of each run versions, date, how long it took, and the command."""
+    return element("footer", *(line for run in runs for line in _footer_lines(run)))
+
+
+def _footer_lines(run: Data) -> Iterator[Html]:
     work = section_of(run, "workload")
     versions = [
         f"{name} {version}"
@@ -145,11 +149,9 @@ def draw_footer(run: Data) -> Html:
     first = [*versions, figures.date(text_in(run, "created")), f"took {figures.seconds(in_all)}" if in_all else ""]
     target = text_in(work, "target")
     command = text_in(run, "command") or text_in(work, "command") or (f"batchwright tune {target}" if target else "")
-    return element(
-        "footer",
-        element("p", " \N{MIDDLE DOT} ".join(part for part in first if part)),
-        element("p", element("code", command)) if command else Html(""),
-    )
+    yield element("p", " \N{MIDDLE DOT} ".join(part for part in first if part))
+    if command:
+        yield element("p", element("code", command))
 
 
 _VERDICTS: dict[bool | None, tuple[str, str, str]] = {
@@ -454,7 +456,7 @@ def _was_timed(run: Data, advice: Data) -> bool:
     return any([number_in(row, key) for key in ("micro_batch", "accumulation")] == wanted for row in rows)
 
 
-def _subtitle(run: Data) -> str:
+def subtitle(run: Data) -> str:
     """Say what was tuned and where, in one line."""
     work = section_of(run, "workload")
     size, devices = number_in(work, "num_parameters"), number_in(work, "devices")
@@ -515,7 +517,7 @@ def draw_page(run: Data) -> str:
         [
             element("p", "batchwright", class_="brand"),
             element("h1", breakable(name)),
-            element("p", _subtitle(run), class_="subtitle"),
+            element("p", subtitle(run), class_="subtitle"),
         ]
     )
     body = joined(
@@ -525,9 +527,12 @@ def draw_page(run: Data) -> str:
             draw_footer(run),
         ]
     )
-    return _FRAME.format(
-        policy=html(_policy()), title=html(f"{name}: the batch size"), style=style_sheet(), body=body, script=SCRIPT
-    )
+    return frame_page(f"{name}: the batch size", body)
+
+
+def frame_page(title: str, body: Html) -> str:
+    """Return a whole page around its body."""
+    return _FRAME.format(policy=html(_policy()), title=html(title), style=style_sheet(), body=body, script=SCRIPT)
 
 
 def _policy() -> str:
