@@ -90,6 +90,7 @@ format: $(VENV)/.ready-to-test
 
 docs: $(VENV)/.ready-to-test
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/schemas.py
 
 site: $(VENV)/.ready-for-site
 	$(BIN)/python website/build_site.py --out site

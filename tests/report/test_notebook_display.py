@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import json
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +28,10 @@ from batchwright.units import PeakBytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
 ROOT = Path(bw.__file__).parent
+DOCS = Path(__file__).parents[2] / "docs"
 # As a name it is as bad as one can be: HTML, quotes, a control character, half of a pair.
 EVIL = "<script>alert(1)</script>\"'\x00\ud800"
 NAMED = {"Audit", "Estimate", "EveryCard", "ExactLoss", "Fit", "HeadCheck", "NoiseRun", "ScriptEstimate"}
@@ -147,6 +151,25 @@ def test_a_result_is_html_that_is_whole_by_itself_with_names_as_text(found: Any)
     shown.encode()  # halves of pairs cannot be sent to a browser
     if type(found).__name__ in NAMED:
         assert "<script>alert(1)</script>\"'" in words
+
+
+def test_a_result_is_as_its_schema_says(found: Any) -> None:
+    if not hasattr(found, "to_dict"):
+        return
+    name = type(found).__name__
+    schema = json.loads((DOCS / "reference" / "schemas" / f"{name}.json").read_text(encoding="utf-8"))
+    answer = json.loads(json.dumps(found.to_dict()))
+    assert list(load_schemas().find_mismatches(answer, schema)) == []
+    assert set(schema["required"]) <= set(answer)
+
+
+def load_schemas() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("schemas", DOCS / "schemas.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_print_of_a_result_is_the_text_of_its_command(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
