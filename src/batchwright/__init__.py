@@ -5,9 +5,8 @@
 Plan(micro_batch=43, accumulation=6, devices=4, effective_batch=1032)
 
 This is the front door: every public name is here, and each loads its part when it is first used, so that
-`import batchwright` costs nothing and never imports torch. Only these names, `batchwright.integrations.*` and the
-command are public; every other module is private, whatever its name.
-`import batchwright` costs nothing and never imports torch. Where torch is not installed, what needs it says so.
+`import batchwright` costs nothing and never imports torch; where torch is not installed, what needs it says so. Only
+these names, `batchwright.integrations.*` and the command are public; every other module is private, whatever its name.
 """
 
 from __future__ import annotations
