@@ -9,7 +9,7 @@ import torch
 
 import batchwright as bw
 from batchwright.catalogue.cards import find_card
-from batchwright.simulated.operators.cuda_kernels import convolution_workspace, largest_convolution_workspace
+from batchwright.simulated.operators.convolutions import convolution_workspace, largest_convolution_workspace
 
 V100, A100 = find_card("v100-32gb"), find_card("a100-40gb")
 IMAGES, CHANNELS, SIDE = 2, 64, 32
@@ -50,8 +50,10 @@ def test_winograds_algorithm_applies_to_nothing_else(kernel: int, how: tuple[Any
 
 def test_tensor_cores_read_copies_in_their_own_layout() -> None:
     weights = CHANNELS * CHANNELS * 9 * 4
-    assert convolution_workspace(A100, "forward", *tensors(), DENSE) == MAP_BYTES + weights
-    assert convolution_workspace(A100, "weight", *tensors(), DENSE) == 2 * MAP_BYTES + weights
+    for kind in ("forward", "data", "weight"):
+        assert convolution_workspace(A100, kind, *tensors(), DENSE) == 2 * MAP_BYTES + weights
+    grouped = convolution_workspace(A100, "forward", *tensors(groups=2), settings(groups=2))
+    assert grouped == 2 * MAP_BYTES + weights // 2
     assert convolution_workspace(A100, "forward", *tensors(1), DENSE) == 0
 
 

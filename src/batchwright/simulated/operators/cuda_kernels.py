@@ -14,12 +14,17 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import pad
 
 from batchwright.catalogue.cards import Card, cublas_workspace_bytes
 from batchwright.device.device import Arguments, Moment, around
+from batchwright.simulated.operators.convolutions import (
+    CONVOLUTIONS,
+    LAYOUT_RULES,
+    convolution_moments,
+    most_workspace,
+)
 from batchwright.simulated.torch_patches.backend import card_device, simulated_device
 
 if TYPE_CHECKING:
@@ -73,17 +78,19 @@ class CudaKernels:
 
     def shape_rule(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
         """Return the rule of an operator's results, in cuDNN's layouts; None for updates of lists."""
-        return None if _changes_a_list(func) else _LAYOUT_RULES.get(func, func)
+        return None if _changes_a_list(func) else LAYOUT_RULES.get(func, func)
 
     def moments_of(
         self, func: Callable[..., Any], args: Sequence[Any], outputs: Sequence[torch.Tensor], _: Mapping[str, Any]
     ) -> list[Moment]:
         """Return what happens inside an operator on this card."""
-        most = _most_workspace(self._card, func, args, outputs)
+        most = most_workspace(self._card, func, args, outputs)
         if most:
             output_bytes = sum(tensor.numel() * tensor.element_size() for tensor in outputs)
             now = self._allocator.stats.allocated.current
             self._most_allocated = max(self._most_allocated, now + output_bytes + most)
+        if func in CONVOLUTIONS:
+            return convolution_moments(self._card, func, args, outputs)
         moments = [Moment(output=tensor) for tensor in outputs]
         rule = _WORKSPACES.get(func)
         if rule is None:
@@ -123,119 +130,6 @@ def register_kernels() -> list[torch.library.Library]:
 
 def _computes_nothing(*args: Any, **options: Any) -> NoReturn:
     raise AssertionError("a fake tensor answers before any kernel of the simulated device is asked")
-
-
-# The layout of what a convolution makes: channels_last where its input or its weight is. torch's shape rule asks which
-# backend would run, and knows none for a simulated device: everything would come out in plain NCHW. cuDNN's rule is
-# that of ATen/native/ConvUtils.h, `cudnn_conv_suggest_memory_format`.
-
-
-def is_channels_last(*tensors: torch.Tensor) -> bool:
-    """Whether cuDNN runs a convolution of these tensors in channels_last."""
-    if any(tensor.dtype is torch.float64 for tensor in tensors):
-        return False
-    return any(
-        tensor.dim() in (4, 5) and suggest_memory_format(tensor) is not torch.contiguous_format for tensor in tensors
-    )
-
-
-def _convolution_in_layout(*args: Any, **kwargs: Any) -> Any:
-    result = _aten.convolution.default(*args, **kwargs)
-    return _laid_out(result) if is_channels_last(args[0], args[1]) else result
-
-
-def _convolution_backward_in_layout(*args: Any, **kwargs: Any) -> Any:
-    gradients = _aten.convolution_backward.default(*args, **kwargs)
-    if not is_channels_last(args[1], args[2]):
-        return gradients
-    of_input, of_weight, of_bias = gradients
-    return _laid_out(of_input), _laid_out(of_weight), of_bias
-
-
-def _laid_out(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    if tensor is None or tensor.dim() not in (4, 5):
-        return tensor
-    layout = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
-    return torch.empty_like(tensor, memory_format=layout)
-
-
-_LAYOUT_RULES: dict[Any, Any] = {
-    _aten.convolution.default: _convolution_in_layout,
-    _aten.convolution_backward.default: _convolution_backward_in_layout,
-}
-
-
-# The workspace of a convolution. Which kernel cuDNN chooses is not public; this is what they usually hold.
-#
-# With tensor cores: its kernels read NHWC. Given NCHW tensors they convert what they read, and of gradients what they
-# write, in a workspace: profiles of such runs show nchwToNhwc kernels before each of them. Tensors in channels_last
-# need none of it, 1x1 convolutions are products of matrices, depthwise ones run in PyTorch's own kernels.
-#
-# Without: a dense 3x3 convolution runs by Winograd's F(4x4, 3x3), which writes its tensors out transformed: 6x6 numbers
-# for every 4x4 of a map, and for every 3x3 of weights. MMSegmentation's peaks on V100 are met by it within 1 %, where
-# none at all left FCN 2 to 5 % low and PSPNet 7 to 11 % (benchmarks/memory_gpu.py; two of them in the calibration
-# third).
-
-_VOLTA, _AMPERE = (7, 0), (8, 0)  # the first with tensor cores, and the first whose tensor cores take TF32 and bf16
-
-
-def convolution_workspace(
-    card: Card, kind: str, read: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, settings: Sequence[Any]
-) -> int:
-    """Return the bytes cuDNN holds while one convolution runs: `forward`, or the gradient of `data` or `weight`."""
-    if is_channels_last(read, weight):
-        # The kernel reads it as it is; of two that differ, one is copied.
-        return sum(_in_nhwc(tensor) for tensor in (read, weight) if not is_channels_last(tensor))
-    is_product = weight.shape[2:].numel() == 1  # of matrices: there is no neighbourhood to gather
-    if is_product or settings[-1] > 1:
-        return 0
-    if not _runs_on_tensor_cores(card, read.dtype):
-        return _in_winograds_form(read, weight, result, settings)
-    converted = {
-        "forward": (read, weight),
-        "data": (result, read, weight),
-        "weight": (read, result, weight),
-    }[kind]
-    return sum(_in_nhwc(tensor) for tensor in converted)
-
-
-def largest_convolution_workspace(
-    card: Card, read: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, settings: Sequence[Any]
-) -> int:
-    """Return the most that cuDNN is likely to hold for one convolution, whichever kernel it chooses."""
-    groups = settings[-1]
-    if is_channels_last(read, weight):
-        return convolution_workspace(card, "weight", read, weight, result, settings)
-    if groups == read.shape[1] and groups > 1:
-        return 0  # depthwise
-    copies = sum(_in_nhwc(tensor) for tensor in (read, result, weight))
-    if _runs_on_tensor_cores(card, read.dtype):
-        return copies
-    return max(copies, _in_winograds_form(read, weight, result, settings))
-
-
-def _runs_on_tensor_cores(card: Card, dtype: torch.dtype) -> bool:
-    if dtype is torch.float32:
-        return card.capability >= _AMPERE and torch.backends.cudnn.allow_tf32
-    return card.capability >= _VOLTA and dtype in _HALF
-
-
-def _in_winograds_form(read: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, settings: Sequence[Any]) -> int:
-    """Bytes of the three tensors transformed; none where Winograd's algorithm does not apply."""
-    strides, dilations, groups = settings[0], settings[2], settings[-1]
-    if groups > 1 or weight.shape[2:] != (3, 3) or any(n != 1 for n in (*strides, *dilations)):
-        return 0
-    if read.dtype is not torch.float32:
-        return 0
-    transformed = (read.numel() + result.numel()) * 36 // 16 + weight.numel() * 36 // 9
-    return transformed * read.element_size()
-
-
-def _in_nhwc(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor with its channels padded to whole vectors of 16 bytes."""
-    vector = 16 // tensor.element_size()
-    channels = tensor.shape[1]
-    return tensor.numel() // max(channels, 1) * (-(-channels // vector) * vector) * tensor.element_size()
 
 
 _FLOAT = 4
@@ -282,29 +176,9 @@ def _embedding_backward(_: Card, args: Sequence[Any], outputs: Sequence[torch.Te
     return [number * _LONG, number * _LONG, parts * gradient.shape[-1] * _FLOAT]
 
 
-def _convolution(card: Card, args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> list[int]:
-    return [convolution_workspace(card, "forward", args[0], args[1], outputs[0], args[3:9])]
-
-
-def _convolution_backward(card: Card, args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> list[int]:
-    gradient, read, weight = args[0], args[1], args[2]
-    kinds = [kind for kind, is_asked in zip(("data", "weight"), args[10][:2], strict=True) if is_asked]
-    # One after the other, so the larger of the two counts.
-    return [max((convolution_workspace(card, kind, read, weight, gradient, args[4:10]) for kind in kinds), default=0)]
-
-
 def _loss_of_logits(_: Card, args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> list[int]:
     """log_sigmoid, and the losses before they are summed up (native/Loss.cpp)."""
     return [args[0].nbytes] * (2 if outputs[0].numel() < args[0].numel() else 1)
-
-
-def _most_workspace(card: Card, func: Callable[..., Any], args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> int:
-    """Return what a convolution may hold at most; nothing for any other operator."""
-    if func is _aten.convolution.default:
-        return largest_convolution_workspace(card, args[0], args[1], outputs[0], args[3:9])
-    if func is _aten.convolution_backward.default:
-        return largest_convolution_workspace(card, args[1], args[2], args[0], args[4:10])
-    return 0
 
 
 def _up_to(number: int, multiple: int) -> int:
@@ -316,8 +190,6 @@ _WORKSPACES: dict[Any, Callable[[Card, Sequence[Any], Sequence[torch.Tensor]], l
     _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten.binary_cross_entropy_with_logits.default: _loss_of_logits,
-    _aten.convolution.default: _convolution,
-    _aten.convolution_backward.default: _convolution_backward,
 }
 
 
@@ -326,6 +198,7 @@ _WORKSPACES: dict[Any, Callable[[Card, Sequence[Any], Sequence[torch.Tensor]], l
 # memory-efficient and plain follows PyTorch's own conditions (native/transformers/cuda/sdp_utils.cpp). cuDNN's kernel,
 # which Hopper cards may prefer, keeps what flash keeps, and is not told apart from it.
 
+_VOLTA, _AMPERE = (7, 0), (8, 0)  # the first with tensor cores, and the first whose tensor cores take bf16
 FLASH, EFFICIENT, MATH = "flash", "efficient", "math"
 
 _LARGEST_FLASH_HEAD = 256
