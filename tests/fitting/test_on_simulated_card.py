@@ -208,7 +208,7 @@ def test_settings_of_the_allocator_count() -> None:
             bw.fit(make_linear(), limit=8, **options)
 
 
-def test_the_three_peaks_are_told_with_their_margin() -> None:
+def test_the_three_peaks_are_told() -> None:
     result = bw.fit(make_linear(), on="t4-16gb", limit=8)
     assert result.peak_bytes is not None
     assert result.peak_bytes.device is not None

@@ -117,8 +117,7 @@ def test_few_tokens_leave_the_peak_to_the_optimizer() -> None:
     estimate = estimate_named("llama-3-8b", micro_batch=1, seq_len=64)
     assert estimate.peak_at is not None
     assert estimate.peak_at.phase == "optimizer"
-    assert estimate.upper_bytes.allocated is not None
-    assert estimate.upper_bytes.allocated - estimate.peak > 12 * 2**30  # foreach copies a moment of every weight
+    assert estimate.upper_bytes.allocated is None  # it knows nothing of the allocator and the context
 
 
 @pytest.mark.parametrize("shape", load_models().values(), ids=lambda shape: shape.name)

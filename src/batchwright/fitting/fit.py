@@ -37,7 +37,7 @@ from batchwright.fitting.probers import (
     Prober,
     Ranks,
     Step,
-    add_margin,
+    add_peaks,
     budget_on,
     open_budget,
     refuse_spread,
@@ -224,8 +224,8 @@ def _on_card(task: FitTask, card: Card) -> Fit:
         prober = OnSimulatedCard(job.select_part(task.workload), card, settings, request, devices=devices)
         # Nothing leads this search: a probe is itself a prediction.
         fit = task.search(job, prober, budget, is_predicted=False)
-        rows = tuple(add_margin(replace(row, source="predicted", ranks=devices), card) for row in fit.shapes)
-        return add_margin(replace(fit, source="predicted", shapes=rows, ranks=devices), card)
+        rows = tuple(add_peaks(replace(row, source="predicted", ranks=devices)) for row in fit.shapes)
+        return add_peaks(replace(fit, source="predicted", shapes=rows, ranks=devices))
 
     return task.answer(run, task.job)
 

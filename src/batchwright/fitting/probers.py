@@ -61,7 +61,6 @@ from batchwright.errors import (
 from batchwright.fitting.fit_result import Fit, Restored
 from batchwright.fitting.probe_process import STOPPED, Instruction, Job, ProbeReport, Rendezvous, probe_in_child
 from batchwright.memory.estimate import without_torchs_own_log
-from batchwright.memory.on_card import upper_on_card
 from batchwright.ranks.meeting import failure_of, is_consequence
 from batchwright.simulated.card import SimulatedCard
 from batchwright.state.held_objects import held_objects
@@ -517,21 +516,17 @@ def budget_on(card: Card, margin: float) -> Budget:
     )
 
 
-def add_margin(fit: Fit, card: Card) -> Fit:
-    """Add a note with the three peaks at the answer, and what they are with their margin."""
+def add_peaks(fit: Fit) -> Fit:
+    """Add a note with the three peaks at the answer; their bound is `estimate`'s to give, which sees the parts."""
     peaks = fit.peak_bytes
     if peaks is None or peaks.allocated is None or peaks.reserved is None:
         return fit
-    upper = upper_on_card(peaks, context_of(card))
     listed = ", ".join(
-        f"{name} {format_bytes(peak or 0)} ({format_bytes(bound or 0)})"
-        for name, peak, bound in (
-            ("allocated", peaks.allocated, upper.allocated),
-            ("reserved", peaks.reserved, upper.reserved),
-            ("device", peaks.device, upper.device),
-        )
+        f"{name} {format_bytes(peak)}"
+        for name, peak in (("allocated", peaks.allocated), ("reserved", peaks.reserved), ("device", peaks.device))
+        if peak is not None
     )
-    return replace(fit, notes=(*fit.notes, f"predicted peaks, and with a margin: {listed}"))
+    return replace(fit, notes=(*fit.notes, f"predicted peaks: {listed}; `estimate` gives their bound"))
 
 
 def refuse_spread(*things: Any) -> None:

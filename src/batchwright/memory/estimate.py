@@ -29,8 +29,8 @@ from batchwright.memory.on_card import (
     default_place,
     device_peak,
     read_settings,
-    upper_on_card,
 )
+from batchwright.memory.upper_bound import uncertain_bytes, upper_on_card
 from batchwright.planning.search import largest_within
 from batchwright.simulated.card import kernels_of
 from batchwright.state.untouched import leaves_untouched, untouched
@@ -306,7 +306,7 @@ def _upper(run: Traced, peak: Breakdown) -> PeakBytes:
         return PeakBytes()
     if run.peaks is None or run.context is None:
         return PeakBytes(round(peak.peak_bytes * UPPER_MARGIN))
-    return upper_on_card(run.peaks, run.context, run.unsure_bytes)
+    return upper_on_card(run.peaks, run.context, uncertain=uncertain_bytes(peak.parts), unsure=run.unsure_bytes)
 
 
 def check_ranks(workload: Workload, devices: int, *, is_card: bool) -> None:

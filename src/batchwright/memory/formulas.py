@@ -395,7 +395,7 @@ def estimate_named(
         micro_batch=samples,
         on="formula",
         peak_bytes=PeakBytes(top.total),
-        upper_bytes=PeakBytes(max(top.total, *(moment.total for moment in upper))),
+        upper_bytes=PeakBytes(),  # a formula knows nothing of workspaces, segments and contexts
         parts={part: top.parts.get(part) for part in PARTS},
         grows_with_batch={part: more.parts[part] - top.parts[part] if part in top.parts else None for part in PARTS},
         peak_at=PeakMoment(top.phase, top.module, top.operator),
@@ -437,7 +437,7 @@ def _largest(shape: ModelShape, setup: Setup, samples: int, length: int, top: Mo
 def _notes(shape: ModelShape, setup: Setup, length: int, zero: int, top: Moment, upper: list[Moment]) -> Iterator[str]:
     yield (
         f"formula for the implementation of transformers, all {length:,} tokens of every sample counted; "
-        "no allocator, no workspaces, no context"
+        "no allocator, no workspaces, no context, so no bound"
     )
     if shape.family in ALWAYS_EAGER and setup.attention == "sdpa":
         yield f"transformers runs no fused attention for {shape.family}: counted as eager"

@@ -30,7 +30,12 @@ from batchwright.device.step import StepSettings
 from batchwright.errors import InvalidInputError, NothingFitsError, StepFailedError
 from batchwright.memory.breakdown import break_down
 from batchwright.planning.search import largest_that_fits, largest_within
-from batchwright.simulated.allocator.caching_allocator import History, goes_through, peaks_with_room
+from batchwright.simulated.allocator.caching_allocator import (
+    History,
+    goes_through,
+    peaks_with_room,
+    size_and_stream,
+)
 from batchwright.simulated.allocator.settings import AllocatorSettings
 from batchwright.simulated.card import SimulatedCard
 from batchwright.trace.run import Traced, trace_workload
@@ -186,6 +191,11 @@ class Correction:
 _BLOCK = 512
 
 
+def _is_same_request(one: int, other: int) -> bool:
+    """Whether two requests of two sizes are the same one: an allocation of the same stream, or the same thing freed."""
+    return one == other or (min(one, other) >= 0 and size_and_stream(one)[1] == size_and_stream(other)[1])
+
+
 @dataclass(frozen=True)
 class ScaledRequests:
     """The requests of a step as a function of its micro-batch: lines through two runs."""
@@ -206,7 +216,7 @@ class ScaledRequests:
         """
         if len(events) != len(others) or large <= small:
             return None
-        is_same = all(one == other or min(one, other) >= 0 for one, other in zip(events, others, strict=True))
+        is_same = all(map(_is_same_request, events, others))
         return cls(small, large, events, others) if is_same else None
 
     def at(self, size: int) -> tuple[int, ...]:
@@ -225,7 +235,7 @@ class ScaledRequests:
         """
         expected = self.at(size)
         return len(expected) == len(events) and all(
-            one == other or (min(one, other) >= 0 and abs(one - other) < _BLOCK + other // 1024)
+            _is_same_request(one, other) and abs(one - other) < _BLOCK + size_and_stream(other)[0] // 1024
             for one, other in zip(expected, events, strict=True)
         )
 
@@ -290,11 +300,6 @@ class CardsAlike:
             return lines.agrees_with(size, self._trace(size).requests)
         except Exception:  # a batch that cannot be made so large says nothing of smaller ones
             return False
-
-
-# The smallest that covers torchtune's reserved figures in the calibration third of benchmarks/memory_gpu.py, where
-# predictions were 6.8 % low. docs/reference/cards.md says how often it falls short.
-_UPPER = 1.075
 
 
 def card_named(on: str, *, memory: str | int | None = None) -> Card | None:
@@ -452,12 +457,6 @@ def device_peak(traced: Traced) -> int:
     """Bytes of a card that a run takes, context and all."""
     peaks, context = traced.on_card
     return peaks.of_allocator[1] + context.typical_bytes
-
-
-def upper_on_card(peaks: PeakBytes, context: Context, unsure_bytes: int = 0) -> PeakBytes:
-    """The peaks with a margin, or with the largest workspaces, and with the largest context that was reported."""
-    allocated, reserved = (max(round(peak * _UPPER), peak + unsure_bytes) for peak in peaks.of_allocator)
-    return PeakBytes(allocated, reserved, reserved + context.high_bytes)
 
 
 def read_settings(text: str | AllocatorSettings | None) -> AllocatorSettings:

@@ -81,7 +81,7 @@ def test_the_bound_of_a_conv_net_covers_a_kernel_that_copies_where_a_transformer
         return found.upper_bytes.allocated / found.peak_bytes.allocated
 
     assert bound_over_peak(lambda: torch.nn.Conv2d(64, 64, 1), (64, 64, 64)) > 1.3
-    assert bound_over_peak(lambda: torch.nn.Linear(1024, 1024), (64, 1024)) == pytest.approx(1.075, abs=0.001)
+    assert 1 < bound_over_peak(lambda: torch.nn.Linear(1024, 1024), (64, 1024)) < 1.1
 
 
 def test_channels_last_stays_so_through_a_net_and_needs_no_copies() -> None:

@@ -24,10 +24,9 @@ def summarize_estimate(estimate: Estimate) -> str:
     """Say the peak in one line."""
     peak = f"peak {format_bytes(estimate.peak)} at micro-batch {estimate.micro_batch:,}"
     bound = estimate.upper_bytes.allocated
-    upper = "?" if bound is None else format_bytes(bound)
+    at_most = "a lower bound" if bound is None else f"at most {format_bytes(bound)}"
     # A formula knows nothing of allocators and contexts, so it has no "at most" to give.
-    by_formula = f"by formula; {upper} with CUDA's multi-tensor optimizer, allocator and context apart"
-    at_most = "a lower bound" if bound is None else f"at most {upper}"
+    by_formula = "by formula, without a bound: allocator and context are apart"
     how = by_formula if estimate.source == "formula" else f"predicted for {estimate.on}, {at_most}"
     line = f"{estimate.name}: {peak}, {how}"
     if estimate.fits is not None:
@@ -49,7 +48,7 @@ def _on_card(estimate: Estimate) -> str:
     kinds = ", ".join(
         f"{kind} {format_bytes(num_bytes)}" for kind, num_bytes in asdict(peaks).items() if num_bytes is not None
     )
-    at_most = "" if upper.device is None else f" (with a margin {format_bytes(upper.device)})"
+    at_most = "; no bound" if upper.device is None else f"; at most {format_bytes(upper.device)}"
     there_is = "" if estimate.limit_bytes is None else f" with {format_bytes(estimate.limit_bytes)}"
     return f"micro-batch {estimate.micro_batch:,} {verdict} on {estimate.on}{there_is}: predicted {kinds}{at_most}"
 

@@ -86,9 +86,10 @@ class CachingAllocator:
         self._segments = CardSegments(
             self._card, settings, self.stats, allowed=memory_fraction, listener=self._listener
         )
-        self._small = BlockPool(is_small=True)
-        self._large = BlockPool(is_small=False)
-        self._nothing = Block(0, 0, self._small)
+        self.stream = 0
+        """The stream that work is queued on just now; blocks are handed out from its own pools."""
+        self._pools: dict[tuple[int, bool], BlockPool] = {}
+        self._nothing = Block(0, 0, self._pool(is_small=True))
         self._active: dict[int, Block] = {}
 
     @property
@@ -103,7 +104,7 @@ class CachingAllocator:
         if size >= LARGEST_REQUEST:
             raise self._out_of_memory(size)
         rounded = rounded_size(size, self.settings)
-        pool = self._small if rounded <= LARGEST_SMALL else self._large
+        pool = self._pool(is_small=rounded <= LARGEST_SMALL)
         block = self._cached(rounded, pool) or self._from_the_card(size, rounded, pool)
         return self._hand_out(block, rounded, size)
 
@@ -133,14 +134,23 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Give back to the card what is cached and not split."""
         self.stats.num_sync_all_streams += 1
-        self._segments.give_back_cached(self._large)
-        self._segments.give_back_cached(self._small)
+        for pool in self._pools_by_size():
+            self._segments.give_back_cached(pool)
 
     def segments(self) -> list[dict[str, Any]]:
         """Return every segment with its blocks, by address, as `torch.cuda.memory_snapshot` does; without frames."""
-        blocks = [*self._active.values(), *self._small.free_blocks(), *self._large.free_blocks()]
+        blocks = [*self._active.values(), *(block for pool in self._pools.values() for block in pool.free_blocks())]
         heads = [block for block in blocks if block.previous is None or not block.previous.mapped]
         return [_segment_from(head) for head in sorted(heads, key=lambda block: block.address)]
+
+    def _pool(self, *, is_small: bool) -> BlockPool:
+        key = (self.stream, is_small)
+        if key not in self._pools:
+            self._pools[key] = BlockPool(is_small, self.stream)
+        return self._pools[key]
+
+    def _pools_by_size(self) -> list[BlockPool]:
+        return sorted(self._pools.values(), key=lambda pool: pool.is_small)
 
     def _cached(self, rounded: int, pool: BlockPool) -> Block | None:
         if self._segments.collects:
@@ -160,7 +170,9 @@ class CachingAllocator:
 
     def _from_the_card(self, size: int, rounded: int, pool: BlockPool) -> Block:
         if self._segments.collects:
-            self._segments.collect_old(self._large)
+            for each in self._pools_by_size():
+                if not each.is_small:
+                    self._segments.collect_old(each)
         block = self._taken(size, rounded, pool)
         if block is None and self._segments.give_back_unsplittable(rounded, pool):
             block = self._taken(size, rounded, pool)
@@ -236,7 +248,7 @@ def _segment_from(head: Block) -> dict[str, Any]:
         "allocated_size": allocated,
         "active_size": allocated,
         "requested_size": sum(record["requested_size"] for record in blocks),
-        "stream": 0,
+        "stream": head.pool.stream,
         "segment_type": "small" if head.pool.is_small else "large",
         "segment_pool_id": (0, 0),
         "is_expandable": head.segment_start is not None,
@@ -300,8 +312,21 @@ def _frames(owner: Owner) -> list[dict[str, Any]]:
     return [{"name": name, "filename": place or "step", "line": 0} for name, place in frames if name]
 
 
+# An allocation's stream stands above its size in one number, so that lines through the numbers of two runs keep it.
+_STREAM_BITS = 48
+
+
+def size_and_stream(event: int) -> tuple[int, int]:
+    """Take an allocation among requests apart.
+
+    >>> size_and_stream(512), size_and_stream((3 << 48) + 512)
+    ((512, 0), (512, 3))
+    """
+    return event & ((1 << _STREAM_BITS) - 1), event >> _STREAM_BITS
+
+
 class Requests:
-    """Allocations in order, by their size, and what was freed, by the number of its allocation."""
+    """Allocations in order, by their size and stream, and what was freed, by the number of its allocation."""
 
     def __init__(self) -> None:
         self.events: list[int] = []
@@ -312,7 +337,7 @@ class Requests:
         """Note an allocation."""
         self._numbers[id(block)] = self._count
         self._count += 1
-        self.events.append(num_bytes)
+        self.events.append(num_bytes + (block.pool.stream << _STREAM_BITS))
 
     def gave_back(self, block: Block) -> None:
         """Note what was freed."""
@@ -352,6 +377,7 @@ def _replay(events: Sequence[int], allocator: CachingAllocator) -> None:
     blocks: list[Block] = []
     for event in events:
         if event >= 0:
-            blocks.append(allocator.malloc(event))
+            size, allocator.stream = size_and_stream(event)
+            blocks.append(allocator.malloc(size))
         else:
             allocator.free(blocks[-1 - event])

@@ -1,8 +1,8 @@
 """Segments and their blocks: what is taken from a card, how it is cut, cached and found again, and when it goes back.
 
 A segment is a chain of blocks in the order of their addresses. A block is handed out, free (in its pool), or, in an
-expandable segment, not mapped: addresses without memory. There is one stream: on a simulated card everything has one
-order.
+expandable segment, not mapped: addresses without memory. A pool belongs to one stream: what one stream has freed,
+another cannot be given, as work on both overlaps.
 
 Promises:
 - two free neighbours are never left apart, nor two unmapped ones;
@@ -176,9 +176,10 @@ class Block:
 
 @dataclass(slots=True, eq=False)
 class BlockPool:
-    """The free blocks of one kind of segment, small or large."""
+    """The free blocks of one stream's segments of one kind, small or large."""
 
     is_small: bool
+    stream: int = 0
     searches: int = 0
     """How often a block was looked for, counted only where cached blocks are collected by age."""
     # A key is the size above the address, one number: numbers are compared faster than pairs.

@@ -47,7 +47,7 @@ class CudaKernels:
 
     def __init__(self, card: Card, allocator: CachingAllocator) -> None:
         self._card, self._allocator = card, allocator
-        self._threads_that_multiplied: set[str] = set()
+        self._have_multiplied: set[tuple[str, int]] = set()
         self._most_allocated = 0
 
     def following(self) -> AbstractContextManager[Any]:
@@ -69,11 +69,11 @@ class CudaKernels:
         return tuple(map(card_device, args)), {name: card_device(value) for name, value in kwargs.items()}
 
     def library_bytes(self, func: Callable[..., Any], phase: str) -> int:
-        """Return the workspace that cuBLAS takes where a thread multiplies for the first time."""
-        thread = "backward" if phase == "backward" else "forward"
-        if func not in _MULTIPLIES or thread in self._threads_that_multiplied:
+        """Return the workspace that cuBLAS takes where a thread multiplies for the first time on a stream."""
+        handle = ("backward" if phase == "backward" else "forward", self._allocator.stream)
+        if func not in _MULTIPLIES or handle in self._have_multiplied:
             return 0
-        self._threads_that_multiplied.add(thread)
+        self._have_multiplied.add(handle)
         return cublas_workspace_bytes(self._card)
 
     def shape_rule(self, func: Callable[..., Any]) -> Callable[..., Any] | None:

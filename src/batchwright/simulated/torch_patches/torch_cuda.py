@@ -9,8 +9,8 @@ functions, and the types that optimizers take for their multi-tensor form.
 Promises:
 - questions (is there one, its name, its generation, what is taken) are answered for the simulated card; `torch.cuda`
   and `torch.accelerator` ask one allocator;
-- what only orders work in time (streams, events, synchronize) does nothing, what cannot be simulated (graphs) is
-  refused;
+- what only orders work in time (events, synchronize) does nothing; a stream has memory of its own; what cannot be
+  simulated (graphs) is refused;
 - versions are those of a usual build, and read the same for every card;
 - a function of `torch.cuda` that would ask the library for something nobody answers is refused by its name;
 - torch is as it was afterwards.
@@ -157,7 +157,7 @@ def _asks_library(function: Callable[..., Any]) -> bool:
 _FIRST_WITH_BFLOAT16 = (8, 0)
 _DOES_NOTHING = (
     *("synchronize", "set_device", "manual_seed", "manual_seed_all", "seed", "seed_all", "init", "_lazy_init"),
-    *("ipc_collect", "set_stream", "set_rng_state", "set_per_process_memory_fraction"),
+    *("ipc_collect", "set_rng_state", "set_per_process_memory_fraction"),
     *("set_rng_state_all", "set_sync_debug_mode", "_sleep", "_record_memory_history"),
 )
 # Of the generation's best known card; others of it differ. Kernels choose tiles by it, no bytes here follow from it.
@@ -167,7 +167,7 @@ _SEEN_AS = torch.device("cuda", 0)
 
 
 class _InOrder:
-    """A stream or an event: there is only one order of things here."""
+    """An event, or a device: there is only one order of things here."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream = 0
@@ -184,6 +184,55 @@ class _InOrder:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+class _Stream(_InOrder):
+    """A stream: work on it has the same order as all other, but its memory comes from pools of its own."""
+
+    def __init__(self, allocator: CachingAllocator, number: int) -> None:
+        self._allocator, self.cuda_stream, self.stream_id = allocator, number, number
+        self._before: list[int] = []
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and other.cuda_stream == self.cuda_stream
+
+    def __hash__(self) -> int:
+        return hash(self.cuda_stream)
+
+    def __enter__(self) -> _Stream:
+        self._before.append(self._allocator.stream)
+        self._allocator.stream = self.cuda_stream
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._allocator.stream = self._before.pop()
+
+
+# PyTorch has so many streams for each priority, and hands them out again in turn (c10/cuda/CUDAStream.cpp).
+_STREAMS = 32
+
+
+def stream_answers(allocator: CachingAllocator) -> dict[str, Any]:
+    """Return what the names of `torch.cuda` that are about streams stand for."""
+    numbers = {False: 0, True: 0}
+
+    class Stream(_Stream):  # a class, because type hints speak of it
+        def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+            is_urgent = priority < 0
+            super().__init__(allocator, 1 + numbers[is_urgent] % _STREAMS + _STREAMS * is_urgent)
+            numbers[is_urgent] += 1
+
+    def set_stream(stream: _Stream | None) -> None:
+        if stream is not None:
+            allocator.stream = stream.cuda_stream
+
+    return {
+        "Stream": Stream,
+        "stream": lambda stream: _InOrder() if stream is None else stream,
+        "set_stream": set_stream,
+        "current_stream": lambda device=None: _Stream(allocator, allocator.stream),
+        "default_stream": lambda device=None: _Stream(allocator, 0),
+    }
 
 
 _Generator: Any = torch.Generator
@@ -244,12 +293,9 @@ def answers(card: Card, allocator: CachingAllocator) -> dict[str, Any]:
         "is_current_stream_capturing": lambda: False,
         "can_device_access_peer": lambda device, peer_device: False,
         **memory_answers(card, allocator),
-        "Stream": _InOrder,
         "Event": _InOrder,
-        "stream": _InOrder,
         "device": _InOrder,
-        "current_stream": lambda device=None: _InOrder(),
-        "default_stream": lambda device=None: _InOrder(),
+        **stream_answers(allocator),
         "CUDAGraph": _Graph,
         "graph": _Graph,
         "make_graphed_callables": _Graph,
