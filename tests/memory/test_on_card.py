@@ -283,3 +283,33 @@ def test_data_that_ends_the_search_is_named_and_the_budget_is_not_blamed(on: str
 def test_the_largest_on_a_cpu_needs_a_budget() -> None:
     with pytest.raises(InvalidInputError, match=r'try: memory="16GiB"'):
         bw.estimate(make_linear(), on="cpu", find_max=True)
+
+
+class TestTheContext:
+    def test_ones_own_is_taken_everywhere_and_the_answer_says_which(self) -> None:
+        usual, own = (bw.estimate(make_mlp(), micro_batch=64, on=CARD, context=size) for size in (None, "1.25GiB"))
+        assert (own.peak_bytes.device or 0) - (own.peak_bytes.reserved or 0) == 5 * 2**28
+        assert own.upper_bytes.device == (own.upper_bytes.reserved or 0) + 5 * 2**28  # measured: no span
+        assert any(note.startswith("context: 1.25 GiB, as given") for note in own.notes)
+        assert any("public reports" in note for note in usual.notes)
+
+    def test_it_leaves_less_to_a_search(self) -> None:
+        options: dict[str, Any] = {"on": CARD, "memory": room(64), "limit": 2**20}
+        usual, own = bw.fit(make_wide(), **options), bw.fit(make_wide(), context="540MiB", **options)
+        assert usual.micro_batch is not None
+        assert own.micro_batch is not None
+        assert own.micro_batch < usual.micro_batch
+
+    def test_kernels_loaded_all_at_once_take_what_their_reports_say(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        lazy = context_of(find_card("rtx-3090-24gb"))
+        monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+        eager = context_of(find_card("rtx-3090-24gb"))
+        assert lazy.high_bytes < eager.low_bytes <= 1486 * 2**20 <= eager.high_bytes
+
+    def test_what_cannot_be_is_refused(self) -> None:
+        with pytest.raises(InvalidInputError, match="leaves nothing"):
+            bw.estimate(make_mlp(), on=CARD, context="80GiB")
+        with pytest.raises(InvalidInputError, match="need a card"):
+            bw.estimate(make_mlp(), on="cpu", context="1GiB")
+        with pytest.raises(InvalidInputError, match="are for a simulated card"):
+            bw.fit(make_mlp(), on="cpu", context="1GiB")

@@ -15,7 +15,8 @@ from torch.distributed import init_process_group as early_init
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -188,11 +189,30 @@ def test_optimizers_step_on_shards(settings: dict[str, Any]) -> None:
     assert found.parts["optimizer"] == pytest.approx(2 * MODEL_BYTES / 4, rel=0.01)
 
 
-class TestRefusals:
-    def test_fsdp1_is_refused_by_name_with_the_line(self) -> None:
-        with pytest.raises(CannotTraceError, match=r"(?s)FSDP1.*test_ranks\.py.*fully_shard"):
-            on_four(lambda model: FullyShardedDataParallel(model))
+class TestFlatParameters:
+    """FSDP1, by its own code."""
 
+    @staticmethod
+    def flat(**options: Any) -> Callable[[nn.Module], nn.Module]:
+        return lambda model: FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=0, **options
+        )
+
+    @pytest.mark.parametrize("use_orig_params", [False, True])
+    def test_a_rank_holds_its_part_and_the_units_that_are_gathered(self, use_orig_params: bool) -> None:
+        found = on_four(self.flat(use_orig_params=use_orig_params))
+        for part in ("weights", "optimizer"):
+            assert found.parts[part] == pytest.approx(MODEL_BYTES / 4, rel=0.01)
+        held = 3 * MODEL_BYTES / 4 + 16.25 * 2**20
+        assert held < found.peak < held + 6 * LAYER_BYTES
+
+    def test_strategies_hold_what_they_keep_whole(self) -> None:
+        kinds = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+        full, gathered = (on_four(self.flat(sharding_strategy=kind)).peak for kind in kinds)
+        assert gathered - full > MODEL_BYTES / 2  # every unit stays gathered from forward to backward
+
+
+class TestRefusals:
     def test_an_optimizer_that_is_sharded_beside_ddp_too(self) -> None:
         def zero(params: Any) -> torch.optim.Optimizer:
             with warnings.catch_warnings(action="ignore"):  # torch's own functions are deprecated by torch

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from itertools import combinations
@@ -21,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from batchwright.errors import InvalidInputError
-from batchwright.units import shortened
+from batchwright.units import format_bytes, shortened
 
 _MIB = 1 << 20
 # Words that vendors and drivers put around a name, and people leave out.
@@ -51,6 +52,8 @@ class Card:
     aliases: tuple[str, ...] = ()
     also_reported: tuple[str, ...] = ()
     note: str = ""
+    context_bytes: int | None = None
+    """What CUDA takes of it on one's own machine, where that was measured; the catalogue says it otherwise."""
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -118,13 +121,59 @@ def context_of(card: Card) -> Context:
     (366, 474, 558)
 
     Kernels are loaded as they are used (CUDA 11.7 and later), so it grows with the threads that a card can hold at
-    once. Of ROCm cards all reports are of an MI300X, the whole device counted.
+    once; all at once where CUDA_MODULE_LOADING=EAGER says so, as CUDA before 11.7 did. Of ROCm cards all reports are of
+    an MI300X, the whole device counted.
     """
+    if card.context_bytes is not None:
+        return Context(card.context_bytes, card.context_bytes, card.context_bytes)
     used = [report for report in _facts()["context"]["reports"] if report.get("used", True)]
     if card.vendor != "amd":
-        return _lazy_context(card, [report for report in used if report["loading"] == "lazy"])
+        lazy = [report for report in used if report["loading"] == "lazy"]
+        if not loads_eagerly():
+            return _lazy_context(card, lazy)
+        return _eager_context(card, lazy, [report for report in used if report["loading"] == "eager"])
     mib = [report["mib"] for report in used if report["loading"] == "rocm"]
     return Context(round(median(mib) * _MIB), min(mib) * _MIB, max(mib) * _MIB)
+
+
+def loads_eagerly() -> bool:
+    """Whether CUDA is told to load every kernel at once, by its own environment variable."""
+    return os.environ.get("CUDA_MODULE_LOADING", "").upper() == "EAGER"
+
+
+def tell_context(card: Card) -> str:
+    """Say what a context is taken to be, and by what.
+
+    >>> tell_context(find_card("rtx-4090-24gb"))
+    'context: 474 MiB (366 to 558) by 31 public reports of CUDA 11.7 and later'
+    """
+    context = context_of(card)
+    if card.context_bytes is not None:
+        return f"context: {format_bytes(card.context_bytes)}, as given for this machine"
+    low, typical, high = (size // _MIB for size in (context.low_bytes, context.typical_bytes, context.high_bytes))
+    reports = [report for report in _facts()["context"]["reports"] if report.get("used", True)]
+    loading = "rocm" if card.vendor == "amd" else "eager" if loads_eagerly() else "lazy"
+    number = sum(report["loading"] == loading for report in reports)
+    of = {
+        "rocm": "ROCm, one card",
+        "lazy": "CUDA 11.7 and later",
+        "eager": "CUDA before 11.7, for CUDA_MODULE_LOADING=EAGER",
+    }[loading]
+    return f"context: {typical} MiB ({low} to {high}) by {number} public reports of {of}"
+
+
+def communication_bytes() -> int:
+    """Return what NCCL took of a rank beside the context, in the one public report of it; it is in no typical figure.
+
+    >>> communication_bytes() >> 20
+    365
+    """
+    excess: list[int] = [
+        report["mib"] * _MIB - context_of(replace(find_card(report["card"]), context_bytes=None)).typical_bytes
+        for report in _facts()["context"]["reports"]
+        if report.get("is_rank")
+    ]
+    return max(excess)
 
 
 def cublas_workspace_bytes(card: Card) -> int:
@@ -152,6 +201,16 @@ def _lazy_context(card: Card, reports: list[dict[str, Any]]) -> Context:
     assert not isinstance(card.compute_capability, str)
     typical = base + slope * _resident_threads(card.num_sms, card.compute_capability) / 1024
     return Context(*(round(typical * ratio * _MIB) for ratio in (1, min(ratios), max(ratios))))
+
+
+def _eager_context(card: Card, lazy: list[dict[str, Any]], eager: list[dict[str, Any]]) -> Context:
+    """Add what loading every kernel took in the reports of it, beyond what lazy loading takes of their cards."""
+    of_card = _lazy_context(card, lazy).typical_bytes
+    more = []
+    for report in eager:
+        like = replace(card, num_sms=report["num_sms"], compute_capability=tuple(report["compute_capability"]))
+        more.append(report["mib"] * _MIB - _lazy_context(like, lazy).typical_bytes)
+    return Context(*(of_card + round(extra) for extra in (median(more), min(more), max(more))))
 
 
 def _resident_threads(num_sms: int, capability: tuple[int, int] | list[int]) -> int:

@@ -42,6 +42,7 @@ _FOR_SCRIPTS = ("--on", "--memory", "--micro-batch", "--accumulation", "--shape"
 @shared("--micro-batch", default=1)
 @shared("--on", help=f"{PLACES} all: every card.  [default: the card here, else cpu]")
 @shared("--memory", help="A memory budget, such as 16GiB, for --max; on a card, the memory it has.")
+@click.option("--context", metavar="SIZE", help="What CUDA takes of a card beside PyTorch on your machine: 1.2GiB.")
 @shared("--devices", default=1, help=RANKS_ON_CARD)
 @shared("--shape")
 @shared("--accumulation", default=1)
@@ -106,7 +107,7 @@ def _trace(target: str, options: dict[str, Any], typed: set[str]) -> Any:
         raise InvalidInputError("--max and --memory go together.", remedy="--max --memory 16GiB")
     if options["find_max"] and "--micro-batch" in typed:
         raise InvalidInputError("--max finds the micro-batch, so --micro-batch is left out.")
-    refused = typed & {"--max", "--memory", "--what-if"}
+    refused = typed & {"--max", "--memory", "--what-if", "--context"}
     if options["on"] == "all" and refused:
         raise InvalidInputError(f"--on all cannot be combined with {', '.join(sorted(refused))}.")
     from batchwright.memory.estimate import estimate, estimate_every_card

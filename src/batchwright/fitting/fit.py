@@ -77,6 +77,7 @@ def fit(
     clip_norm: float | None = None,
     devices: int = 1,
     allocator: str | None = None,
+    context: str | int | None = None,
     isolate: bool | None = None,
     state: Iterable[Any] = (),
     cache: bool = True,
@@ -103,8 +104,8 @@ def fit(
     - `powers_of_two`: try no other sizes. `max_trials`: probes per shape.
     - `evaluate`: find the size for evaluation too.
     - `accumulation`, `clip_norm`: micro-batches per optimizer step, and the gradient norm that it clips to.
-    - `devices`, `allocator`: on a simulated card, one of N ranks with the workload's own `wrap`, and settings
-      as in PYTORCH_ALLOC_CONF.
+    - `devices`, `allocator`, `context`: on a simulated card, one of N ranks with the workload's own `wrap`,
+      settings as in PYTORCH_ALLOC_CONF, and what CUDA takes of it on your machine, such as "1.2GiB".
     - `isolate`: True runs the probes of a picklable workload in subprocesses.
     - `state`: what a plain step changes.
     - `cache`: remember the answer of a target for later runs, in which one probe certifies it.
@@ -125,6 +126,7 @@ def fit(
         clip_norm=clip_norm,
         devices=devices,
         allocator=allocator,
+        context=context,
         isolate=isolate,
         cache=cache,
     )
@@ -154,7 +156,7 @@ def _fit_step(step: Step, name: str, request: FitRequest, state: tuple[Any, ...]
 def _fit_workload(work: Work, workload: Workload, request: FitRequest, say: Callable[[str], None]) -> Fit:
     in_children = not find_place().is_alone or (work.target is not None if request.isolate is None else request.isolate)
     # If steps run elsewhere, or nowhere, only traces and batches are made here.
-    card = card_named(request.on, memory=request.memory) if request.is_on_card else None
+    card = card_named(request.on, memory=request.memory, context=request.context) if request.is_on_card else None
     is_traced = card is not None or in_children
     accelerator = None if is_traced else _accelerator(request.on)
     with untouched(workload, accelerator=accelerator, is_traced=is_traced) as keep:

@@ -110,6 +110,7 @@ class FitRequest:
     clip_norm: float | None = None
     devices: int = 1
     allocator: str | None = None
+    context: str | int | None = None
     isolate: bool | None = None
     cache: bool = True
 
@@ -149,9 +150,10 @@ class FitRequest:
                 request.scale.start(request.limit, shape)
         if request.start is not None and request.limit is not None and request.start > request.limit:
             raise InvalidInputError(f"start {request.start:,} is above limit {request.limit:,}.")
-        if (request.devices != 1 or request.allocator is not None) and not request.is_on_card:
+        of_a_card = request.devices != 1 or not (request.allocator is request.context is None)
+        if of_a_card and not request.is_on_card:
             raise InvalidInputError(
-                "devices= and allocator= are for a simulated card; ranks of this machine are torchrun's.",
+                "devices=, allocator= and context= are for a simulated card; ranks of this machine are torchrun's.",
                 remedy='on="a100-40gb", or torchrun --nproc-per-node 2 -m batchwright fit',
             )
         return request

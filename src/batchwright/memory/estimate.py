@@ -14,10 +14,11 @@ import logging
 import math
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchwright.catalogue.cards import Card, all_cards
+from batchwright.catalogue.cards import Card, all_cards, communication_bytes, tell_context
 from batchwright.device.step import StepSettings
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import Breakdown, break_down, parts_at_the_same_moment, what_if_savings
@@ -65,6 +66,7 @@ def estimate(
     clip_norm: float | None = None,
     routing: str = "balanced",
     memory: str | int | None = None,
+    context: str | int | None = None,
     find_max: bool = False,
     devices: int = 1,
     allocator: str | AllocatorSettings | None = None,
@@ -99,6 +101,8 @@ def estimate(
     - `routing`: how a mixture of experts is taken to share tokens, "balanced" or "worst".
     - `memory`: a budget such as "16GiB"; of a card, the memory it has. On the CPU the largest micro-batch within the
       budget is searched first, and the answer is its estimate.
+    - `context`: what CUDA and its libraries take of a card on your machine, such as "1.2GiB": what nvidia-smi shows of
+      a process less torch.cuda.memory_reserved(). Default: the catalogue's, from public reports.
     - `find_max`: search the largest micro-batch that fits on the card, likewise.
     - `devices`: simulate one of N ranks of a card: the workload's `wrap` runs over a process group that sends
       nothing.
@@ -113,6 +117,7 @@ def estimate(
             name: value
             for name, value, default in (
                 ("clip_norm", clip_norm, None),
+                ("context", context, None),
                 ("routing", routing, "balanced"),
                 ("allocator", allocator, None),
                 ("snapshot", snapshot, None),
@@ -142,15 +147,17 @@ def estimate(
             remedy="bw.Workload(...), or bw.Script(...) for a command of your own",
         )
     on, place_note = (on, "") if on is not None else default_place()
-    card = card_named(on, memory=memory)
+    card = card_named(on, memory=memory, context=context)
     limit = card.total_bytes if card is not None else None if memory is None else parse_bytes(memory)
     say = progress or (lambda _: None)
     step = StepSettings(shape or {}, accumulation, clip_norm, routing, devices)
-    if card is None and not (allocator is snapshot is calibrate is None):
+    if card is None and not (allocator is snapshot is calibrate is context is None):
         raise InvalidInputError(
-            "allocator settings, memory snapshots and recorded runs are CUDA's: they need a card.",
+            "allocator settings, memory snapshots, recorded runs and contexts are CUDA's: they need a card.",
             remedy='on="a100-40gb"',
         )
+    if context is not None and calibrate is not None:
+        raise InvalidInputError("a recorded run tells the context, so context= is left out.", remedy="calibrate= alone")
     check_ranks(workload, devices, is_card=card is not None)
     place = None if card is None else OnCard(workload, card, read_settings(allocator), step)
     if place is not None and calibrate is not None:
@@ -202,7 +209,7 @@ def estimate(
         micro_batch=size,
         on=on if card is None else card.name,
         peak_bytes=run.peaks or PeakBytes(peak.peak_bytes),
-        upper_bytes=_upper(run, peak),
+        upper_bytes=_upper(run, peak, devices),
         parts=_all_parts(run, peak),
         # None where there is no other size to compare with.
         grows_with_batch={
@@ -215,7 +222,7 @@ def estimate(
         largest=peak.largest,
         phases=peak.phases,
         source=f"predicted, routing {run.routing}" if run.routing else "predicted",
-        notes=(*run.notes, place_note) if place_note else run.notes,
+        notes=tuple(note for note in (*run.notes, place_note, _context_note(place)) if note),
         limit_bytes=limit,
         max_micro_batch=size if is_search else None,
         max_limited_by=_end_of_search(size, cap) if is_search else None,
@@ -300,13 +307,25 @@ def _all_parts(run: Traced, peak: Breakdown) -> dict[str, int | None]:
     return {**parts, **on_card}
 
 
-def _upper(run: Traced, peak: Breakdown) -> PeakBytes:
+def _context_note(place: OnCard | None) -> str:
+    """Say which context was taken."""
+    if place is None:
+        return ""
+    if place.correction is not None and place.correction.context is not None:
+        return f"context: {format_bytes(place.correction.context)}, measured by the recorded run"
+    return tell_context(place.card)
+
+
+def _upper(run: Traced, peak: Breakdown, devices: int) -> PeakBytes:
     """What the peaks stay below; nothing is said where an operator hides memory."""
     if run.is_lower_bound:
         return PeakBytes()
     if run.peaks is None or run.context is None:
         return PeakBytes(round(peak.peak_bytes * UPPER_MARGIN))
-    return upper_on_card(run.peaks, run.context, uncertain=uncertain_bytes(peak.parts), unsure=run.unsure_bytes)
+    context = run.context
+    if devices > 1:
+        context = replace(context, high_bytes=context.high_bytes + communication_bytes())
+    return upper_on_card(run.peaks, context, uncertain=uncertain_bytes(peak.parts), unsure=run.unsure_bytes)
 
 
 def check_ranks(workload: Workload, devices: int, *, is_card: bool) -> None:

@@ -302,8 +302,8 @@ class CardsAlike:
             return False
 
 
-def card_named(on: str, *, memory: str | int | None = None) -> Card | None:
-    """Return the card to simulate, None for the CPU; `memory` is what it has, where that was said.
+def card_named(on: str, *, memory: str | int | None = None, context: str | int | None = None) -> Card | None:
+    """Return the card to simulate, None for the CPU; `memory` and `context` are one's own machine's, where said.
 
     >>> card_named("cpu") is None, card_named("a100-40gb").generation
     (True, 'ampere')
@@ -322,7 +322,17 @@ def card_named(on: str, *, memory: str | int | None = None) -> Card | None:
         raise InvalidInputError(
             f"no device and no card is called {shortened(on)}; this machine has: {here}.", remedy=error.remedy
         ) from None
-    return card if memory is None else replace(card, total_bytes=parse_bytes(memory))
+    if memory is not None:
+        card = replace(card, total_bytes=parse_bytes(memory))
+    if context is not None:
+        card = replace(card, context_bytes=parse_bytes(context))
+        if context_of(card).typical_bytes >= card.total_bytes:
+            raise InvalidInputError(
+                f"a context of {format_bytes(context_of(card).typical_bytes)} leaves nothing of the "
+                f"{format_bytes(card.total_bytes)} of {card.name}.",
+                remedy="what nvidia-smi shows of a process, less torch.cuda.memory_reserved(), such as 1.2GiB",
+            )
+    return card
 
 
 def default_place() -> tuple[str, str]:

@@ -1,12 +1,13 @@
 """One rank of several, simulated: `wrap` runs for real, over a process group that sends nothing.
 
-FSDP2 runs its own code on fake tensors: shards, all-gathers and reduce-scatters take what they take. DDP's reducer is
+FSDP2 and FSDP1 run their own code on fake tensors: shards or flat parameters, gathers and reductions take what they
+take. DDP's reducer is
 C++ that reads memory, so its buckets are allocated in its place. A mesh reads where this rank stands in it, and fake
 tensors have no values, so meshes are made of real numbers.
 
-Replaces: methods of DeviceMesh and DistributedDataParallel; FullyShardedDataParallel.__init__, Joinable.__init__ and
-PipelineStage.__init__ (refused); init_process_group and destroy_process_group of torch.distributed, _World.default_pg;
-DTensor.device, and how ShardingPropagator finds out shapes.
+Replaces: methods of DeviceMesh and DistributedDataParallel; how FSDP1 tells devices and storages apart; __init__ of
+Joinable and PipelineStage (refused); init_process_group and destroy_process_group of torch.distributed,
+_World.default_pg; DTensor.device, and how ShardingPropagator finds out shapes.
 
 Promises:
 - a process group of the user's own is not touched: where there is one, ranks are not simulated;
@@ -36,7 +37,10 @@ from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import _flat_param
+from torch.distributed.fsdp import _init_utils as fsdp1_set_up
+from torch.distributed.fsdp import _runtime_utils as fsdp1_runtime
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import DistributedDataParallel
@@ -45,7 +49,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from batchwright.errors import CannotTraceError, InvalidInputError
 from batchwright.simulated.torch_patches.backend import NAME
 from batchwright.simulated.torch_patches.patches import Patch, applied, do_nothing, refusing, undone
-from batchwright.simulated.torch_patches.torch_cuda import seen_device
+from batchwright.simulated.torch_patches.torch_cuda import SEEN_AS, seen_device
 
 # The ways into a mesh after which it makes another one, or reads its numbers; not every torch has all of them.
 _READ_NUMBERS = ("__getitem__", "_flatten", "_unflatten", "get_local_rank", "_get_all_submeshes", "__repr__")
@@ -115,7 +119,6 @@ _STAGE = "estimate one stage as a model of its own"
 def refused_wraps() -> Iterator[Patch]:
     """Refuse what is not simulated as soon as one is made."""
     refused: list[tuple[Any, str, str]] = [
-        (FullyShardedDataParallel, "FullyShardedDataParallel (FSDP1)", _SHARD),
         # What can be joined is DDP, whose place `_Replica` takes, and this optimizer; importing it takes a second.
         (Joinable, "ZeroRedundancyOptimizer", _SHARD),
     ]
@@ -124,6 +127,33 @@ def refused_wraps() -> Iterator[Patch]:
         refused.append((pipelining.PipelineStage, "pipeline parallelism", _STAGE))
     for kind, called, remedy in refused:
         yield Patch(kind, "__init__", refusing(f"{called} is not simulated.", remedy))
+
+
+def flat_parameters() -> Iterator[Patch]:
+    """Let FSDP1 flatten, gather and free its parameters on the card.
+
+    It compares the devices of tensors with its own, and the card is cuda to a step and not to a backward pass.
+    """
+    yield Patch(fsdp1_set_up, "_get_compute_device", lambda *_, **__: SEEN_AS)
+    yield Patch(FlatParamHandle, "_check_on_compute_device", do_nothing)
+    # By addresses, which fake tensors do not have.
+    yield Patch(_flat_param, "_same_storage", _is_one_storage)
+    yield Patch(fsdp1_runtime, "_catch_all_reshard", _reshard_what_was_left)
+
+
+def _is_one_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (one, other))
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def _reshard_what_was_left(state: Any) -> None:
+    """Free what a unit gathered for a backward that never came to its end, as FSDP1 does when the whole one ends."""
+    handle = state._handle
+    if not handle:
+        return
+    flat = handle.flat_param
+    if handle._skipped_use_sharded_views or not _is_one_storage(flat, flat._local_shard):
+        fsdp1_runtime._reshard(state, handle, fsdp1_runtime._should_free_in_backward(state, handle))
 
 
 # Multi-tensor operators on sharded tensors, run on the shards at once. An optimizer updates hundreds of sharded tensors
@@ -325,7 +355,7 @@ def simulated_ranks(devices: int) -> Iterator[None]:
     shapes_as_they_were = partial(_forget_shapes, set(FakeTensorMode.cache))
     with applied(_group_is_ours()), undone(_end_group), undone(hook_as_it_was), undone(shapes_as_they_were):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
-        with applied(_group_stays(), _shards(), real_meshes(), replicas(), refused_wraps()):
+        with applied(_group_stays(), _shards(), real_meshes(), replicas(), flat_parameters(), refused_wraps()):
             yield
 
 

@@ -46,7 +46,8 @@ def fsdp2(num_samples: int) -> Traced:
     def wrap(model: nn.Module) -> nn.Module:
         for block in model.children():
             fully_shard(block)
-        return fully_shard(model)
+        fully_shard(model)
+        return model
 
     workload = bw.Workload(
         model=lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3))),

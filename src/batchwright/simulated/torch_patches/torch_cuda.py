@@ -163,7 +163,7 @@ _DOES_NOTHING = (
 # Of the generation's best known card; others of it differ. Kernels choose tiles by it, no bytes here follow from it.
 _L2_MIB = {(7, 0): 6, (7, 5): 4, (8, 0): 40, (8, 6): 6, (8, 9): 72, (9, 0): 50, (10, 0): 126, (12, 0): 96}
 _L2_OTHERWISE_MIB = 50
-_SEEN_AS = torch.device("cuda", 0)
+SEEN_AS = torch.device("cuda", 0)
 
 
 class _InOrder:
@@ -335,7 +335,7 @@ def seen_device(true_device: Any) -> Callable[[Any], torch.device]:
     def seen(tensor: Any) -> torch.device:
         device: torch.device = true_device(tensor)
         is_asked_by_step = torch._C._is_torch_function_mode_enabled()
-        return _SEEN_AS if is_asked_by_step and device.type == NAME else device
+        return SEEN_AS if is_asked_by_step and device.type == NAME else device
 
     return seen
 
