@@ -103,6 +103,42 @@ def test_the_peak_is_that_of_a_workload_of_the_same_step(tmp_path: Path) -> None
                 assert picked.shape[0] == 3
                 nn.functional.cross_entropy(out, y).backward(); optimizer.step()
         """,
+        "counts of what is not known, and sizes that follow from them": """
+            model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            graph = (torch.arange(8) // 2).cuda()
+            while True:
+                out = model(torch.randn(8, 64).cuda())
+                mask = out[:, 0] > 0
+                count = mask.sum()
+                assert count.item() == out[mask].shape[0] == 8 and count.cpu() == 8
+                if not count > 0: sys.exit("a mask that keeps every element keeps some")
+                order = out[:, 0].sort(descending=True)[1]
+                kept = graph[order][:5]
+                assert torch.equal(kept.sort()[0].cpu(), torch.arange(5) // 2)
+                picked = graph[out.argmax(1)[mask] % 8]
+                assert int(picked.max()) + 1 == 4
+                chosen = torch.bincount(out[:, :5].argmax(1))
+                assert chosen.tolist() == [2, 2, 2, 1, 1] and len(out.split(chosen.tolist())) == 5
+                assert graph[torch.randperm(8, device="cuda")].bincount().tolist() == [2] * 4
+                while (out[:, 1] > 0).sum() > 0: pass
+                out[kept].mean().backward(); optimizer.step()
+        """,
+        "sparse gradients and a sparse matrix": """
+            tables = [nn.Embedding(100, 16, sparse=True).cuda(), nn.EmbeddingBag(100, 16, sparse=True).cuda()]
+            head = nn.Linear(16, 1).cuda()
+            optimizers = [torch.optim.SparseAdam(tables[0].parameters()), torch.optim.Adagrad(tables[1].parameters()),
+                          torch.optim.SGD(head.parameters(), 0.1, momentum=0.9)]
+            near = torch.eye(8).to_sparse().cuda()
+            while True:
+                ids = torch.randint(0, 100, (8, 5)).cuda()
+                for _ in range(2):
+                    out = torch.spmm(near, head(tables[0](ids).mean(1) + tables[1](ids)))
+                    out.mean().backward()
+                for table in tables:
+                    assert table.weight.grad.is_sparse and table.weight.grad._nnz() == 80
+                    nn.utils.clip_grad_norm_(table.parameters(), 1.0)
+                for optimizer in optimizers: optimizer.step(); optimizer.zero_grad()
+        """,
         "unknown masks": """
             model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
             while True:

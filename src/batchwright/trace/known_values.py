@@ -42,7 +42,7 @@ _LARGEST_BATCH_BYTES = {True: 2**28, False: 2**26}
 _LARGEST_FOLLOWING_BYTES = {True: 2**24, False: 2**20}
 
 _aten = torch.ops.aten
-_UNKNOWABLE = {
+_EMPTY = {
     _aten.empty.memory_format,
     _aten.empty_strided.default,
     _aten.empty_like.default,
@@ -68,6 +68,9 @@ class KnownValues:
         self._twins: dict[int, torch.Tensor] = {}
         self._of_batch: set[int] = set()
         self.was_drawn = False
+        # In a program nobody reads what was never written, but what is written into a part of it is known then. The
+        # weights of a workload were never written either.
+        self.knows_empty = False
 
     def learn(self, fake: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:
         """Take note of what a tiny tensor holds; `make` makes it, contiguous as the fake one is."""
@@ -152,7 +155,10 @@ class KnownValues:
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
         is_of_batch = any(t.untyped_storage()._cdata in self._of_batch for t in inputs if isinstance(t, FakeTensor))
         is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        if func in _UNKNOWABLE or is_random or not all(self._is_followed(t, is_of_batch) for t in fakes):
+        if func in _EMPTY and self.knows_empty:
+            self.learn(fakes[0], lambda: torch.zeros(fakes[0].shape, dtype=fakes[0].dtype))
+            return
+        if func in _EMPTY or is_random or not all(self._is_followed(t, is_of_batch) for t in fakes):
             self._invalidate(written)
             return
         if not all(self._real(t) is not None for t in inputs):

@@ -9,7 +9,8 @@ Promises:
 - what is read back is known, or made up and counted: zeros, 1 for a single number, True for "all of them are";
 - what is computed is taken to be finite, and what is asserted of it to hold; a condition that is read again and again
   without a backward between is met in the end, and a note says so;
-- a size that depends on unknown values is the largest that it can be, or that of zeros, and a note says which;
+- a size that depends on unknown values is the largest that it can be, or that of zeros, and a note says which; a
+  count that is read is the largest, too; values that are not known are taken to stand in order;
 - threads that the program starts see the card too, one operator at a time.
 """
 
@@ -62,7 +63,9 @@ from batchwright.trace.host_batches import OutsideTensors
 from batchwright.trace.host_weights import HostWeights
 from batchwright.trace.refused_operators import users_frame
 from batchwright.trace.repeated_forwards import RepeatedForwards
+from batchwright.trace.sparse_tensors import SparseTensors
 from batchwright.trace.trace import Trace
+from batchwright.trace.upper_bounds import UpperBounds
 from batchwright.units import counted
 
 if TYPE_CHECKING:
@@ -87,6 +90,9 @@ _PATIENCE = 16
 _ALL = (_aten.all.default, _aten.all.dim, _aten._is_all_true.default)
 # That any of them is wrong is what a program guards against.
 _ANY = (_aten.any.default, _aten.any.dim)
+_RANDOM_ORDERS = (_aten.randperm.default, _aten.randperm.generator)
+_ORDERS = (*_RANDOM_ORDERS, _aten.sort.default, _aten.sort.stable)
+_LARGEST_ORDER = 2**24
 _MASKS = (torch.bool, torch.uint8)
 # What is copied to the card is known up to this size, in bytes: lengths, labels, tokens and pictures, not weights.
 _LARGEST_KNOWN = 2**28
@@ -100,6 +106,7 @@ class RealHostTrace(Trace):
     def __init__(self, card: SimulatedCard) -> None:
         super().__init__(card.kernels, card)
         self.num_made_up = 0
+        self.values.knows_empty = True
         self.storages.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._says_all: set[int] = set()
         self._says_any: set[int] = set()
@@ -108,6 +115,8 @@ class RealHostTrace(Trace):
         self._weights = HostWeights()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._turn = threading.RLock()
+        self._sparse = SparseTensors(self)
+        self._bounds = UpperBounds(self.values)
         self.forwards = RepeatedForwards(card.allocator.stats, lambda tensor: self.values.real(tensor) is not None)
 
     def __torch_dispatch__(
@@ -129,6 +138,8 @@ class RealHostTrace(Trace):
 
     def _run_on_card(self, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunction():
+            if self._sparse.is_met(func, args):
+                return self._sparse.run(func, args, kwargs)
             if func in (_READ_SCALAR, _aten.item.default):
                 return self._read_scalar(func, args[0])
             if func is _EQUAL:
@@ -150,6 +161,9 @@ class RealHostTrace(Trace):
             self._says_any.add(outputs.untyped_storage()._cdata)
         elif (of_finite := _said_of_finite(func, args)) is not None:
             self.values.learn(outputs, lambda: torch.full(tuple(outputs.shape), of_finite))
+        elif func in _ORDERS:
+            self._learn_order(func, args, outputs)
+        self._bounds.follow(func, args, outputs)
         return outputs
 
     def phase(self, name: str) -> None:
@@ -161,6 +175,7 @@ class RealHostTrace(Trace):
         super()._forget(key)
         self._says_all.discard(key)
         self._says_any.discard(key)
+        self._bounds.forget(key)
 
     def see_model(self, model: nn.Module) -> None:
         """Learn which tensors of the card are a model's, once it lies there."""
@@ -175,11 +190,12 @@ class RealHostTrace(Trace):
         self.num_made_up += 1
         if tensor.dtype is torch.bool:
             key = tensor.untyped_storage()._cdata
-            return key in self._says_all or (key not in self._says_any and self._is_met())
-        return 1.0 if tensor.is_floating_point() else 0
+            is_expected = bool(self._bounds.condition(tensor))
+            return key in self._says_all or (key not in self._says_any and self._is_met(is_expected=is_expected))
+        return 1.0 if tensor.is_floating_point() else self._bounds.of(tensor) or 0
 
-    def _is_met(self) -> bool:
-        """Whether a condition that the program reads, and that nothing is known of, is taken to be met."""
+    def _is_met(self, *, is_expected: bool) -> bool:
+        """Whether a condition that the program reads, and whose value is not known, is taken to be met."""
         frame = users_frame(sys._getframe())
         if frame is None:
             return False
@@ -188,10 +204,11 @@ class RealHostTrace(Trace):
         place = id(frame.f_code), frame.f_lasti
         self._reads[place] += 1
         if self._reads[place] % _PATIENCE:
-            return False
+            return is_expected
         line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        self._note(f"{line}: a condition on unknown values was read {_PATIENCE} times, and then taken to be met")
-        return True
+        met = "not to be met" if is_expected else "to be met"
+        self._note(f"{line}: a condition on unknown values was read {_PATIENCE} times, and then taken {met}")
+        return not is_expected
 
     def _are_equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
         real = self.values.real(first), self.values.real(second)
@@ -207,6 +224,9 @@ class RealHostTrace(Trace):
             if known is not None:
                 return known.to(dtype or tensor.dtype, copy=True)
             self.num_made_up += tensor.numel()
+            bound = None if tensor.dtype is torch.bool else self._bounds.of(tensor)
+            if bound:
+                return torch.full(tuple(tensor.shape), bound, dtype=dtype or tensor.dtype)
             return torch.zeros(tuple(tensor.shape), dtype=dtype or tensor.dtype)
 
     def _learn_moved(self, moved: torch.Tensor, given: Any) -> None:
@@ -246,7 +266,31 @@ class RealHostTrace(Trace):
             most = 2 if first.dtype is torch.bool else self.routing.range_of(first)
             count = (first.numel() if most is None else min(most, first.numel()),)
             return self._empty(types, count, first.dtype), *self._empties(types, tuple(first.shape), count)
+        if func is _aten.bincount.default:
+            return self._count_chosen(types, first, *args[1:], **kwargs)
+        if func is _aten.repeat_interleave.Tensor:
+            bound = self._bounds.of(first)
+            self._note(f"repeat_interleave: each count was taken as {1 if bound is None else bound}")
+            return self._empty(types, (first.numel() * (1 if bound is None else bound),), first.dtype)
         return self._like_that_of_zeros(func, types, args, kwargs)
+
+    def _count_chosen(self, types: Any, chosen: torch.Tensor, weights: Any = None, minlength: int = 0) -> torch.Tensor:
+        """Count how often each number occurs, of numbers that are not known: each as often as the others."""
+        bound, choices = self._bounds.of(chosen), self.routing.range_of(chosen)
+        size = max(minlength, choices or 0, 0 if bound is None else bound + 1, 1)
+        self._note("bincount: numbers that are not known were taken to occur equally often")
+        each, rest = divmod(chosen.numel(), size)
+        counts: torch.Tensor = self._empty(types, (size,), torch.int64 if weights is None else weights.dtype)
+        if weights is None:
+            self.values.learn(counts, lambda: torch.full((size,), each) + (torch.arange(size) < rest))
+        return counts
+
+    def _learn_order(self, func: Any, args: Any, outputs: Any) -> None:
+        """Take unknown values to be in order already: what is known of each can then be put in order with them."""
+        order = outputs if func in _RANDOM_ORDERS else outputs[1]
+        if order.dim() == 1 and 0 < order.nbytes <= _LARGEST_ORDER and self.values.real(order) is None:
+            with _disable_current_modes():
+                self.values.keep(order, torch.arange(order.numel(), dtype=order.dtype))
 
     def _like_that_of_zeros(self, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         size = sum(tensor.numel() for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor))

@@ -284,6 +284,9 @@ class Trace(TorchDispatchMode):
 
     def mark(self, tensor: torch.Tensor | None, part: str, operator: str, name: str) -> None:
         """Say what a block turned out to be, and whose it is."""
+        if tensor is not None and tensor.layout is torch.sparse_coo:  # it lies in its indices and values
+            self.mark(tensor._indices(), part, operator, name)
+            tensor = tensor._values()
         block = None if tensor is None else self.storages.block_of(tensor)
         if block is not None:
             block.part, block.operator, block.module = part, operator, name
