@@ -203,3 +203,38 @@ def test_under_a_real_budget_the_answer_ran(folder: Path) -> None:
     assert fit.certified
     assert fit.headroom_bytes is not None
     assert fit.headroom_bytes >= 0
+
+
+def test_a_program_that_takes_powers_of_two_only_is_given_those(folder: Path) -> None:
+    text = dedent(PROGRAM).replace("size = 4", 'assert 64 % args.batch_size == 0, "a queue of 64"\nsize = 4')
+    (folder / "train.py").write_text(text)
+    fit = fit_script(Script(["train.py", "--batch-size", "{micro_batch}"], cwd=folder), on="t4-16gb", memory="1GiB")
+    assert fit.micro_batch == 32
+    assert any("only powers of two were tried" in note for note in fit.notes)
+
+
+def test_a_batch_in_the_second_dimension_or_in_a_list_of_objects_is_recognised(folder: Path) -> None:
+    text = dedent(PROGRAM).replace("torch.ones(size, 512, 1024)", "torch.ones(512, size, 1024)")
+    (folder / "train.py").write_text(text)
+    fit = fit_script(Script(["train.py", "--batch-size", "6"], cwd=folder), on="t4-16gb", limit=8)
+    assert "--batch-size of the program sets its micro-batch" in fit.notes[0]
+    text = """
+        import argparse, torch
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--batch-size", type=int, default=6)
+        size = parser.parse_args().batch_size
+        class Graph: pass
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(64, 64)
+            def forward(self, graphs):
+                return self.layer(torch.randn(len(graphs), 64).cuda())
+        model = Model().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        while True:
+            model([Graph() for _ in range(size)]).mean().backward()
+            optimizer.step()
+    """
+    (folder / "train.py").write_text(dedent(text))
+    assert fit_script(Script(["train.py"], cwd=folder), on="t4-16gb", limit=8).micro_batch == 8

@@ -133,9 +133,13 @@ def read_command(words: Sequence[str]) -> UserCommand:
     >>> command = read_command(["python", "-u", "-m", "package.train", "--lr", "3e-4"])
     >>> command.program, command.is_module, command.arguments, command.interpreter_options
     ('package.train', True, ('--lr', '3e-4'), ('-u',))
+    >>> str(read_command(["env", "BSZ=8", "python", "train.py"]))
+    'BSZ=8 python train.py'
     """
     if not words:
         raise InvalidInputError("the command is empty.", remedy=_EXAMPLE)
+    if words[0] == "env" and len(words) > 1 and _ASSIGNMENT.match(words[1]):
+        words = words[1:]
     rest = list(words)
     environment = []
     while rest and _ASSIGNMENT.match(rest[0]):

@@ -29,7 +29,7 @@ from batchwright.scripts.script_run import EXITED, FAILED, FINISHED, OUT_OF_MEMO
 from batchwright.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from batchwright.fitting.request import FitRequest
     from batchwright.scripts.script import Script
@@ -50,6 +50,10 @@ class _BeyondDataError(Exception):
         self.cap, self.text = cap, text
 
 
+class _SizeNotTakenError(Exception):
+    """The program failed at a size that is no power of two, and ran at others."""
+
+
 @dataclass
 class ScriptProber:
     """Probes of a program at one size after the other."""
@@ -58,6 +62,8 @@ class ScriptProber:
     probes: Probes
     limit_bytes: int | None
     accumulation: int | None
+    takes_any_size: bool = True
+    """Until it fails between sizes at which it runs."""
     runs: dict[tuple[int, str], ScriptRun] = field(default_factory=dict)
     outcomes: dict[tuple[int, str], Outcome] = field(default_factory=dict)
 
@@ -90,6 +96,9 @@ class ScriptProber:
         # A loader that drops what is no whole batch had none if its samples are too few: the program fails or ends.
         self._check_that_data_suffice(micro_batch, {micro_batch: run})
         if not run.was_cut and run.end not in (OUT_OF_MEMORY, *tolerated):
+            is_power_of_two = micro_batch & (micro_batch - 1) == 0
+            if run.end == FAILED and self.takes_any_size and not is_power_of_two and _has_run(runs.values()):
+                raise _SizeNotTakenError(f"micro-batch {micro_batch} failed: {run.error}")
             self.probes.refuse(run, command)
         self._check_that_all_are_received(micro_batch, {**runs, micro_batch: run})
         self.runs[micro_batch, str(shape)] = run
@@ -151,16 +160,21 @@ def fit_script(script: Script, request: FitRequest, say: Callable[[str], None]) 
     with Probes(script, request.on, devices=request.devices) as probes:
         script, notes = with_recognised_options(probes, (MICRO_BATCH,), shape=request.shapes[0], say=say)
         accumulation = request.accumulation if script.sets_accumulation else None
-        prober = ScriptProber(script, probes, probe_bytes, accumulation)
-        search = partial(fit_shapes, request, prober, budget, name=script.name, say=_saying_once(say))
+        takes_any_size = not (request.powers_of_two or request.scale or request.start)
+        prober = ScriptProber(script, probes, probe_bytes, accumulation, takes_any_size)
+        search = partial(fit_shapes, prober=prober, budget=budget, name=script.name, say=_saying_once(say))
         cap = find_cap(request)
         answer = None
         while answer is None:
             try:
-                answer = search(cap=cap)
+                answer = search(request, cap=cap)
             except _BeyondDataError as beyond:  # what has run is not run again
                 say(beyond.text)
                 cap = beyond.cap
+            except _SizeNotTakenError as error:
+                notes = (*notes, f"{error}: only powers of two were tried from there on")
+                say(notes[-1])
+                prober.takes_any_size, request = False, replace(request, powers_of_two=True)
 
     def with_command(fit: Fit) -> Fit:
         if fit.micro_batch is None:
@@ -174,6 +188,10 @@ def fit_script(script: Script, request: FitRequest, say: Callable[[str], None]) 
         return replace(fit, notes=(*notes, typed, *fit.notes, *run.notes), source=source)
 
     return replace(with_command(answer), shapes=tuple(map(with_command, answer.shapes)))
+
+
+def _has_run(runs: Iterable[ScriptRun]) -> bool:
+    return any(run.was_cut for run in runs)
 
 
 def _saying_once(say: Callable[[str], None]) -> Callable[[str], None]:

@@ -219,8 +219,7 @@ class Watch:
         if self._depth == 1:
             self.enter_phase("forward")
             self._num_forwards += 1
-            # As numbers: while torch.jit traces a module, they are tensors.
-            shape = next((tuple(map(int, leaf.shape)) for leaf in _leaves(values) if _has_samples(leaf)), None)
+            shape = _shape_of(values)
             shapes = self._evaluated_shapes if is_evaluation else self._shapes
             if shape is not None and len(shapes) < _MOST_SHAPES:
                 shapes.append(shape)
@@ -395,6 +394,22 @@ def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
+def _shape_of(values: Any) -> tuple[int, ...] | None:
+    """Return the shape of the first tensor that a model was called with; of a list of objects, how many they are."""
+    leaves = list(_leaves(values))
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return tuple(map(int, leaf.shape))  # as numbers: while torch.jit traces a module, they are tensors
+    for leaf in leaves:
+        # A batch of graphs says how many it has: torch_geometric's in one word, dgl's in another.
+        for name in ("num_graphs", "batch_size"):
+            if not isinstance(leaf, nn.Module) and isinstance(count := getattr(leaf, name, None), int):
+                return (count,)
+    args, kwargs = values
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple) and value]
+    return (len(lists[0]),) if lists else None
+
+
 def _leaves(values: Any) -> Iterator[Any]:
     """Yield what was handed to a model, out of mappings that are no dict too, such as a tokenizer's."""
     for leaf in tree_iter(values):
@@ -402,7 +417,3 @@ def _leaves(values: Any) -> Iterator[Any]:
             yield from _leaves(dict(leaf))
         else:
             yield leaf
-
-
-def _has_samples(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0

@@ -2,13 +2,15 @@
 
 Promises:
 - an option is recognised by one run of the command as it is typed, and always named in the answer;
-- an option counts as the one that sets the micro-batch only if the model's inputs follow it;
+- an option counts as the one that sets the micro-batch only if the model's inputs follow it, or, where nothing of its
+  value is seen in them, if no other one is called a batch size;
 - where no option does, the size of the program's own loader is turned, as if another number stood in the program.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from batchwright.scripts.probe import Probes
     from batchwright.scripts.script import Script
 
+# Time, samples, channels: a batch is one of them.
+_MOST_DIMENSIONS = 3
 _NOT_OF_TRAINING = ("eval", "test", "valid", "val", "infer", "predict")
 
 
@@ -35,16 +39,36 @@ def recognise_option(run: ScriptRun) -> str | None:
     '--batch-size'
     >>> recognise_option(ScriptRun(input_shapes=((16, 3),), loader_batch_sizes=(16, 32)))
     'DataLoader(batch_size=16)'
+    >>> recognise_option(ScriptRun(input_shapes=((35, 20),), options={"--batch-size": 20, "--batch-log": 35}))
+    '--batch-size'
     """
     sizes = {run.batch_size, *run.loader_batch_sizes}
     fitting = [name for name, value in run.options.items() if value in sizes and ACCUMULATES not in name.lower()]
     of_training = [name for name in fitting if not any(word in name.lower() for word in _NOT_OF_TRAINING)]
     by_inputs = [name for name in of_training if run.options[name] == run.batch_size]
     candidates = by_inputs or of_training
+    called_so = [name for name in run.options if _is_called_a_batch_size(name)]
+    if set(called_so).isdisjoint(candidates) and (best := _only_one(called_so, run)) is not None:
+        return best
     best = min(candidates, key=lambda name: (0 if "size" in name else 1, len(name)), default=None)
     if best is None and run.batch_size in run.loader_batch_sizes:
         return f"DataLoader(batch_size={run.batch_size})"
     return best
+
+
+def _is_called_a_batch_size(name: str) -> bool:
+    words = name.lower().strip("$-=").replace("-", "_").replace(".", "_").split("_")
+    is_so = "batchsize" in words or {"batch", "size"} <= set(words) or words[-1] in ("batch", "bs", "bsz", "mbs")
+    return is_so and not any(word in _NOT_OF_TRAINING for word in words) and ACCUMULATES not in name.lower()
+
+
+def _only_one(names: list[str], run: ScriptRun) -> str | None:
+    """Return the option whose value is another dimension of the inputs; or the only one, if no loader has a size."""
+    dimensions = {size for shape in run.input_shapes for size in shape}
+    seen = [name for name in names if run.options[name] > 1 and run.options[name] in dimensions]
+    if len(seen) == 1:
+        return seen[0]
+    return names[0] if len(names) == 1 and run.batch_size not in run.loader_batch_sizes else None
 
 
 def recognise_accumulation(run: ScriptRun) -> str | None:
@@ -83,15 +107,32 @@ def check_that_it_follows(script: Script, runs: Mapping[int, ScriptRun]) -> None
     option = script.batch_option
     if option is None:
         return
-    sizes = {size: run.batch_size for size, run in runs.items() if run.batch_size is not None}
-    if len(sizes) < 2 or len(set(sizes.values())) > 1:
+    ended = {size: run for size, run in runs.items() if run.was_cut}
+    if len(ended) < 2 or any(_follows(ended, at) for at in range(_MOST_DIMENSIONS)):
         return
-    received = next(iter(sizes.values()))
+    received = next(iter(ended.values())).batch_size
+    # Of what nothing is seen in the inputs, by the memory that it takes.
+    if received is None and len({run.peak_bytes for run in ended.values()}) > 1:
+        return
+    still = (
+        "its peak is the same" if received is None else f"the model of {script.name} still receives {received} samples"
+    )
     raise InvalidInputError(
-        f"{option} changes nothing: the model of {script.name} still receives {received} samples.",
-        details=[f"run with {option} {', '.join(map(str, sorted(sizes)))}"],
+        f"{option} changes nothing: {still}.",
+        details=[f"run with {option} {', '.join(map(str, sorted(ended)))}"],
         remedy="{micro_batch} in the place that does",
     )
+
+
+def _follows(runs: Mapping[int, ScriptRun], at: int) -> bool:
+    """Whether a dimension of the inputs is another if the size is; of any but the first, so many times the size."""
+    lengths: dict[int, int] = {}
+    for size, run in runs.items():
+        counted = Counter(shape[at] for shape in run.input_shapes if len(shape) > at)
+        if not counted:
+            return False
+        lengths[size] = counted.most_common(1)[0][0]
+    return len(set(lengths.values())) > 1 and (at == 0 or all(lengths[size] % size == 0 for size in lengths))
 
 
 def run_as_typed(probes: Probes, shape: Mapping[str, Any] | None) -> ScriptRun:
