@@ -329,8 +329,11 @@ JUDGED = (
 FOR_CONSTANTS = (
     Task("ridges-sgd", ridges, lambda: Perceptron(16, 96, 1), "sgd", 0.1, 2000),
     Task("ridges-adamw", ridges, lambda: Perceptron(16, 96, 1), "adamw", 4e-3, 2000),
+    Task("ridges-momentum", ridges, lambda: Perceptron(16, 96, 1), "momentum", 0.02, 2000),
+    Task("ridges-muon", ridges, lambda: Perceptron(16, 96, 1), "muon", 8e-3, 2000),
     Task("logits-sgd", logits, lambda: Perceptron(64, 8), "sgd", 4.0, 600),
     Task("logits-adamw", logits, lambda: Perceptron(64, 8), "adamw", 6e-2, 600),
+    Task("logits-momentum", logits, lambda: Perceptron(64, 8), "momentum", 0.5, 600),
     Task("source-momentum", source, _source_model, "momentum", 0.03, 2500),
     Task("source-adamw", source, _source_model, "adamw", 2e-3, 2500),
     Task("source-muon", source, _source_model, "muon", 4e-3, 1500),

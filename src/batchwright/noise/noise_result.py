@@ -15,6 +15,7 @@ Promises:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from batchwright.planning.critical_batch import (
@@ -127,8 +128,8 @@ def judge(
     usual = critical.widened(_USUAL)
     first, last = _position(batch, usual.high), _position(batch, usual.low)
     positions = POSITIONS[first : last + 1]
-    saves, costs = _at(batch, likely, doubling_saves), _at(batch, likely, doubling_costs)
-    sooner = _at(batch, likely, doubling_speeds_up)
+    saves, costs = _at(batch, critical, doubling_saves), _at(batch, critical, doubling_costs)
+    sooner = _at(batch, critical, doubling_speeds_up)
     devices_pay = (
         f"{counted(2 * num_devices, 'device')} instead of {num_devices:,}, each with the batch it has now, reach the "
         f"loss {sooner} times sooner, if a step takes no longer"
@@ -146,12 +147,12 @@ def judge(
         effective_batch=batch,
         devices=num_devices,
         positions=positions,
-        waste=_at(batch, likely, wasted),
+        waste=_at(batch, critical, wasted),
         doubling_saves=saves,
         doubling_costs=costs,
         doubling_speeds_up=sooner,
         devices_pay=devices_pay,
-        recommendation=_recommend(likely, batch, positions),
+        recommendation=_recommend(critical, batch, positions),
         words=(
             f"the batch is {figure(batch)}, the critical batch {critical}",
             *(
@@ -171,8 +172,12 @@ def judge(
     )
 
 
-def _at(batch: float, critical: CriticalBatch, curve: Callable[[float, float], float]) -> Range:
-    return over_interval(critical, lambda bc: curve(batch, bc))
+def _at(batch: float, critical: CriticalBatch, curve: Callable[[float, float, float], float]) -> Range:
+    """Return what a curve says at a batch, over the critical batches and the bends that are likely."""
+    likely, bends = critical.widened(), critical.bends
+    ranges = [over_interval(likely, lambda bc, bend=bend: curve(batch, bc, bend)) for bend in bends]  # type: ignore[misc]
+    middle = curve(batch, likely.value, fmean(bends))
+    return Range(middle, min(ends.low for ends in ranges), max(ends.high for ends in ranges))
 
 
 def _position(batch: float, critical: float) -> int:

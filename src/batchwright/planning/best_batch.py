@@ -1,9 +1,10 @@
 """Which effective batch reaches the loss soonest: the one model behind `best_batch`, `tune`, `noise` and the report.
 
 Promises:
-- the answer loses least time on average over the critical batches that are likely: those of the measured interval, made
-  wider by what such estimates were off by elsewhere; a number that was given is taken as it is;
-- the range is what is within 5 % of the best with a chance of 80 %; if no batch is, there is none, and it says so;
+- the answer loses least time on average over the curves that are likely: critical batches of the measured interval, made
+  wider by what such estimates were off by elsewhere, with a softer or sharper bend; a number that was given is taken as
+  it is, with the curve in the books;
+- the range is what is within 5 % of the best, all of it, with a chance of 80 %; if there is none, it says so;
 - the answer comes with the ends that the critical batch gives it; if that has no upper end, neither has the answer;
 - a batch outside those that were timed is called extrapolated;
 - batches are in samples; a critical batch in another unit is converted, or refused if its samples were not counted.
@@ -41,13 +42,15 @@ class BestBatch(PrintedResult):
     high: int | None
     """The same at its upper end; None if that is not resolved."""
     range_within_5_percent: tuple[int, int] | None
-    """The batches that are within 5 % of the best with a chance of 80 %; None if none is."""
+    """The batches that are within 5 % of the best, all of them, with a chance of 80 %; None if there are none."""
     chance: float
     """How likely `value` is within 5 % of the best."""
     critical: CriticalBatch
     """As it was measured or given."""
     noise_scale: float
     """The critical batch in the middle of what is likely, on which `value` rests."""
+    bend: float
+    """How sharply steps turn around it: 1 for the curve in the books, more for estimated ones."""
     step_seconds: StepSeconds
     words: tuple[str, ...]
     in_micro_batches: int | None = None
@@ -73,7 +76,7 @@ class BestBatch(PrintedResult):
         >>> round(best_batch(400, {16: 0.12, 64: 0.24, 256: 0.72}).time_ratio(16), 2)
         1.9
         """
-        curve = TimeToLoss(self.noise_scale, self.step_seconds)
+        curve = TimeToLoss(self.noise_scale, self.step_seconds, bend=self.bend)
         return curve.at(checked_batch(batch, "batch")) / curve.at(self.value)
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,9 +145,8 @@ def best_batch(
         )
 
     wide = critical.likely()
-    curve = TimeToLoss(wide.value, step, least, most)
-    likely = LikelyTime(curve, wide.spread)
-    value = likely.soonest
+    likely = LikelyTime.of(critical, step, least=least, most=most)
+    curve, value = likely.curve, likely.soonest
     run_seconds = None if steps is None else steps * curve.at(value)
     limit = None if deadline_seconds is None else positive_seconds(deadline_seconds, "deadline")
     answer = BestBatch(
@@ -155,11 +157,18 @@ def best_batch(
         chance=likely.chance(value),
         critical=critical,
         noise_scale=curve.critical,
+        bend=curve.bend,
         step_seconds=step,
         words=(),
         in_micro_batches=(
             soonest_on_line(
-                curve.critical, step.fixed, step.per_sample, least=least, most=most, unit=micro * num_devices
+                curve.critical,
+                step.fixed,
+                step.per_sample,
+                least=least,
+                most=most,
+                unit=micro * num_devices,
+                bend=curve.bend,
             )
             if micro
             else None
@@ -169,7 +178,7 @@ def best_batch(
         deadline_batch=curve.smallest_within(limit / steps) if limit and steps else None,
         # The same valley with devices for samples: n of them cost (1 + Bc/(b n))(worth + price n).
         elastic_devices=(
-            soonest_on_line(curve.critical / micro, worth, price, least=1, most=LARGEST_COUNT)
+            soonest_on_line(curve.critical / micro, worth, price, least=1, most=LARGEST_COUNT, bend=curve.bend)
             if micro and price
             else None
         ),

@@ -2,7 +2,7 @@
 
 A stretch of training in which the noise scale is N takes a step of batch B as far as 1/(1 + N/B) of a step without
 noise (McCandlish et al. 2018, appendix D). So the critical batch of a whole run is the average of N over progress, and
-a short run at its beginning sees only the first part of it. Its trend is a power of the step, and is carried on.
+a short run at its beginning sees only the first part of it. It grows by a power of the step, and is carried on.
 
 Promises:
 - the horizon is the user's: samples, hours, or a loss; if none is given, it is the data once over or ten times what was
@@ -17,7 +17,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from statistics import NormalDist, fmean, linear_regression, median
+from statistics import fmean, linear_regression, median
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
@@ -27,9 +27,9 @@ from batchwright.units import counted, finite
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The power of the step that the noise scale grows with: in the middle, and its standard deviation, on the tasks for
-# constants of benchmarks/recommendation.py.
-_USUAL_POWER, _POWER_SPREAD = 0.5, 0.3
+# The power of the step that the critical batch of tuned runs grows with, and how far that is off from task to task, on
+# those for constants of benchmarks/recommendation.py. The trend of a run's own noise scale did not tell it there.
+_POWER, _POWER_SPREAD = 0.6, 0.15
 # Without data and without a word the run is taken to be so many times as long as what was trained.
 _USUAL_LENGTH = 10
 # A loss that is farther away than this, by the trend of a short run, is out of sight.
@@ -88,8 +88,8 @@ class Course:
     >>> stretches = [Stretch(n, 50, 1600, 1600, 50.0, 50.0 / (4 * n**0.5)) for n in range(50, 1050, 50)]
     >>> noise = CriticalBatch(120.0, 100.0, 150.0, "samples", 1000)
     >>> course = Course(32, noise, tuple(stretches))
-    >>> round(course.power, 2), round(course.until(1000).value), round(course.until(10_000).value)
-    (0.46, 77, 213)
+    >>> round(course.until(1000).value), round(course.until(10_000).value)
+    (78, 281)
     """
 
     batch: float
@@ -128,32 +128,18 @@ class Course:
         ]
         return median(squares) / _MEDIAN_OF_SQUARES
 
-    def _level(self, power: float) -> tuple[float, float, float]:
-        """The signal over the noise at the end if it falls by a power of the step; its error; how badly it fits."""
-        rows = [(_mean_power(begin, end, -power), seen, number) for begin, end, seen, number in self._series]
+    @cached_property
+    def _level(self) -> tuple[float, float]:
+        """The signal over the noise at the end if it falls by the power of the step, and its error."""
+        rows = [(_mean_power(begin, end, -_POWER), seen, number) for begin, end, seen, number in self._series]
         total = sum(number * shape**2 for shape, _, number in rows)
         level = sum(number * shape * seen for shape, seen, number in rows) / total
-        misfit = sum(number * (seen - level * shape) ** 2 for shape, seen, number in rows)
-        return level, math.sqrt(self._variance / total), misfit / (2 * max(self._variance, 1e-300))
-
-    @cached_property
-    def _trend(self) -> tuple[float, float]:
-        """The power of the step that the noise scale grows with, and its standard deviation."""
-        usual = NormalDist(_USUAL_POWER, _POWER_SPREAD)
-        middle, deviation, reach = usual.mean, usual.stdev, 3 * usual.stdev
-        for _ in range(3):  # closer around what the run allows
-            powers = [middle + reach * place / 12 for place in range(-12, 13)]
-            logs = [-(usual.zscore(power) ** 2) / 2 - self._level(power)[2] for power in powers]
-            weights = [math.exp(log - max(logs)) for log in logs]
-            middle = sum(w * power for w, power in zip(weights, powers, strict=True)) / sum(weights)
-            square = sum(w * (power - middle) ** 2 for w, power in zip(weights, powers, strict=True)) / sum(weights)
-            deviation, reach = math.sqrt(square), max(4 * math.sqrt(square), reach / 6)
-        return middle, deviation
+        return level, math.sqrt(self._variance / total)
 
     @property
-    def power(self) -> float:
-        """The power of the step that the noise scale grows with, carried on beyond the run."""
-        return self._trend[0]
+    def _usable_level(self) -> float:
+        level, error = self._level
+        return max(level, error / 2)
 
     @property
     def is_known(self) -> bool:
@@ -164,14 +150,9 @@ class Course:
         """Return the noise scale averaged over the progress of so many steps."""
         if not self.is_known:
             return self.last
-        power, change = self._trend
-        level, error, _ = self._level(power)
-        usable = max(level, error / 2)
-        value = self._average(steps, power, usable)
-        least, most = (
-            self._average(steps, end, max(self._level(end)[0], error / 2)) for end in (power - change, power + change)
-        )
-        by_trend = abs(math.log(most / least)) / 2
+        level, error = self._level
+        value, usable = self._average(steps), self._usable_level
+        by_trend = _POWER_SPREAD * abs(math.log(max(steps, 1.0) / self.steps))
 
         def end(at: float, sign: int) -> float:
             return value * math.exp(sign * math.hypot(math.log(at / usable), _ENDS * by_trend))
@@ -188,30 +169,23 @@ class Course:
         """Return how many times larger the average is at a later horizon, and the error of its logarithm."""
         if not self.is_known:
             return 1.0, 0.0
-        power, change = self._trend
-        level, error, _ = self._level(power)
-        usable = max(level, error / 2)
-        logs = [
-            math.log(self._average(after, end, usable) / self._average(before, end, usable))
-            for end in (power, power - change, power + change)
-        ]
-        return math.exp(logs[0]), abs(logs[2] - logs[1]) / 2
+        return self._average(after) / self._average(before), _POWER_SPREAD * abs(math.log(after / before))
 
     def progress(self, steps: float) -> float:
         """Return how far so many steps go, in steps without noise."""
         if not self.is_known:
             return steps / (1 + self.last.known_value / self.batch)
-        level, error, _ = self._level(self.power)
-        return sum(far for far, _ in self._pieces(steps, self.power, max(level, error / 2)))
+        return sum(far for far, _ in self._pieces(steps))
 
-    def _average(self, steps: float, power: float, level: float) -> float:
-        pieces = self._pieces(steps, power, level)
+    def _average(self, steps: float) -> float:
+        pieces = self._pieces(steps)
         return sum(far * noise for far, noise in pieces) / sum(far for far, _ in pieces)
 
-    def _pieces(self, steps: float, power: float, level: float) -> list[tuple[float, float]]:
+    def _pieces(self, steps: float) -> list[tuple[float, float]]:
         """Progress and noise scale of each piece of a run."""
+        level = self._usable_level
         edges = [0.0, *(max(steps, 1.0) ** (number / _PIECES) for number in range(_PIECES + 1))]
-        noises = [((before + after) / 2 / self.steps) ** power / level for before, after in pairwise(edges)]
+        noises = [((before + after) / 2 / self.steps) ** _POWER / level for before, after in pairwise(edges)]
         return [
             ((after - before) / (1 + noise / self.batch), noise)
             for (before, after), noise in zip(pairwise(edges), noises, strict=True)

@@ -1,8 +1,10 @@
 """The time to a loss by effective batch, for one critical batch: steps to the loss times the seconds of a step.
 
-A loss takes Smin (1 + Bc/B) steps (McCandlish et al. 2018, arXiv:1812.06162). A step takes as many whole passes as the
-batch needs on a device. If it is one pass of s + r B seconds, the product is least at B* = sqrt((s/r) Bc), and flat
-there: a factor of 2 off costs at most 12.5 %. With more passes there is such a valley for each number of them.
+A loss takes Smin (1 + (Bc/B)^p)^(1/p) steps: with a bend p of 1 the curve of McCandlish et al. 2018 (arXiv:1812.06162),
+with a larger one a curve that turns more sharply from halving the steps to none saved. A step takes as many whole passes
+as the batch needs on a device. If it is one pass of s + r B seconds, the product is least where B^(1 + p) = (s/r) Bc^p,
+for p = 1 at sqrt((s/r) Bc), and flat there: a factor of 2 off then costs at most 12.5 %. With more passes there is such a
+valley for each number of them.
 
 Promises:
 - the soonest batch, the range within 5 % and the smallest batch that meets a deadline are what counting every batch
@@ -28,25 +30,37 @@ if TYPE_CHECKING:
 _AS_GOOD = 1.05
 
 
-def time_to_loss(batch: float, critical: float, fixed: float, per_sample: float) -> float:
+def time_to_loss(batch: float, critical: float, fixed: float, per_sample: float, bend: float = 1.0) -> float:
     """(1 + Bc/B)(s + r B): the seconds until the loss is reached, per step of Smin, if a step takes s + r B.
 
     >>> time_to_loss(100, 300, fixed=0.1, per_sample=0.001)
     0.8
     """
-    return steps_over_minimum(batch, critical) * (fixed + per_sample * batch)
+    return steps_over_minimum(batch, critical, bend) * (fixed + per_sample * batch)
 
 
-def soonest_on_line(critical: float, fixed: float, per_sample: float, *, least: int, most: int, unit: int = 1) -> int:
-    """The multiple of `unit` with the least time: a neighbour of sqrt((s/r) Bc), as the time has a single valley.
+def bottom_on_line(critical: float, fixed: float, per_sample: float, bend: float = 1.0) -> float:
+    """The batch with the least time, not whole: where B^(1 + p) = (s/r) Bc^p; infinite if samples cost nothing.
+
+    >>> round(bottom_on_line(400, 0.09, 0.0001)), round(bottom_on_line(400, 0.09, 0.0001, bend=2.0))
+    (600, 524)
+    """
+    if not per_sample:
+        return math.inf
+    return critical * (fixed / per_sample / critical) ** (1 / (1 + bend)) if critical else 0.0
+
+
+def soonest_on_line(
+    critical: float, fixed: float, per_sample: float, *, least: int, most: int, unit: int = 1, bend: float = 1.0
+) -> int:
+    """The multiple of `unit` with the least time: a neighbour of the bottom, as the time has a single valley.
 
     >>> soonest_on_line(400, fixed=0.08, per_sample=0.0025, least=1, most=1000)
     113
     """
-    ideal = math.sqrt(fixed / per_sample * critical) if per_sample else float(most)
-    below = int(min(max(ideal, least), most)) // unit * unit
+    below = int(min(max(bottom_on_line(critical, fixed, per_sample, bend), least), most)) // unit * unit
     around = [batch for batch in (below, below + unit) if max(unit, least) <= batch <= most]
-    return min(around, key=lambda batch: time_to_loss(batch, critical, fixed, per_sample))
+    return min(around, key=lambda batch: time_to_loss(batch, critical, fixed, per_sample, bend))
 
 
 @dataclass(frozen=True)
@@ -121,10 +135,16 @@ class TimeToLoss:
     least: int = 1
     most: int = LARGEST_COUNT
     """No batch is larger: what may be used, or the samples that there are."""
+    bend: float = 1.0
+    """How sharply the steps turn around the critical batch."""
 
     def at(self, batch: float) -> float:
         """Return the time to the loss, in seconds for each of the least steps."""
-        return steps_over_minimum(batch, self.critical) * self.step.at(batch)
+        return self.steps_at(batch) * self.step.at(batch)
+
+    def steps_at(self, batch: float) -> float:
+        """Return the steps to the loss, over the least."""
+        return steps_over_minimum(batch, self.critical, self.bend)
 
     def over_soonest(self, batch: float) -> float:
         """Return the time at a batch over that at the best."""
@@ -193,7 +213,7 @@ class TimeToLoss:
         times, devices = self.step.times, self.step.devices
         full = max(min(last, self.most // devices), first)
         fixed = passes * times.alpha + times.sigma
-        share = soonest_on_line(self.critical / devices, fixed, times.beta, least=first, most=full)
+        share = soonest_on_line(self.critical / devices, fixed, times.beta, least=first, most=full, bend=self.bend)
         return min(share * devices, self.most)
 
     @property
@@ -210,12 +230,12 @@ class TimeToLoss:
         noise = self.critical / self.step.devices
 
         def is_valley_before_end(passes: int) -> bool:
-            return noise * (passes * times.alpha + times.sigma) <= times.beta * (passes * size) ** 2
+            return bottom_on_line(noise, passes * times.alpha + times.sigma, times.beta, self.bend) <= passes * size
 
         numbers = range(fewest, most + 1)
         first = min(fewest + bisect_left(numbers, True, key=is_valley_before_end), most)
         slope = times.alpha / size + times.beta
-        full = math.sqrt(noise * times.sigma / slope) / size if slope else math.inf
+        full = bottom_on_line(noise, times.sigma, slope, self.bend) / size
         turn = int(min(full, first))
         return sorted({max(passes, fewest) for passes in (min(turn, first - 1), min(turn + 1, first - 1), first)})
 

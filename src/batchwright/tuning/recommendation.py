@@ -227,8 +227,7 @@ def choose(
     value = None if in_samples is None else _usable_value(in_samples)
     likely = None
     if in_samples is not None and value is not None and times is not None:
-        curve = TimeToLoss(value, StepSeconds(times, devices, largest), most=samples or LARGEST_COUNT)
-        likely = LikelyTime(curve, in_samples.likely().spread)
+        likely = LikelyTime.of(in_samples, StepSeconds(times, devices, largest), most=samples or LARGEST_COUNT)
     elif in_samples is not None and value is None:
         assumes.append(f"the critical batch is not known yet: {in_samples}")
         critical = in_samples = None

@@ -132,7 +132,10 @@ def draw_best_batch(best: BestBatch) -> RenderableType:
     columns = [
         ("effective\nbatch", [f"{'' if step.covers(batch) else '~'}{batch:,}" for batch in batches]),
         ("step\nseconds", [f"{step.at(batch):.3g}" for batch in batches]),
-        ("steps over\nthe minimum", [f"{steps_over_minimum(batch, best.noise_scale):.3g}x" for batch in batches]),
+        (
+            "steps over\nthe minimum",
+            [f"{steps_over_minimum(batch, best.noise_scale, best.bend):.3g}x" for batch in batches],
+        ),
         ("time to\nthe loss", [f"{best.time_ratio(batch):.3g}x" for batch in batches]),
     ]
     remarks = [f"{words}." for words in best.words]
