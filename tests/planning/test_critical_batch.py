@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,25 +31,20 @@ def test_the_curves_follow_from_the_steps_and_samples_of_the_model(batch: float,
     bc = critical
     assert efficiency.steps_over_minimum(batch, bc) == pytest.approx(steps(batch, bc))
     assert efficiency.wasted(batch, bc) == pytest.approx(1 - 1 / samples(batch, bc), abs=1e-12)
-    saved = 1 - steps(2 * batch, bc) / steps(batch, bc)
-    assert efficiency.doubling_saves(batch, bc) == pytest.approx(saved, abs=1e-12)
-    assert efficiency.doubling_costs(batch, bc) == pytest.approx(
-        samples(2 * batch, bc) / samples(batch, bc) - 1, abs=1e-9
-    )
-    assert efficiency.doubling_speeds_up(batch, bc) == pytest.approx(steps(batch, bc) / steps(2 * batch, bc))
-    assert efficiency.halving_saves(batch, bc) == pytest.approx(
-        1 - samples(batch / 2, bc) / samples(batch, bc), abs=1e-9
-    )
-    assert efficiency.halving_costs(batch, bc) == pytest.approx(steps(batch / 2, bc) / steps(batch, bc) - 1, abs=1e-9)
+    for change in (2, 0.5):
+        ratio = steps(change * batch, bc) / steps(batch, bc)
+        assert efficiency.steps_after(change, batch, bc) == pytest.approx(ratio)
+    for bend in (1.0, 1.5, 2.0):  # far from the critical batch all curves are one; around it a bend saves steps
+        ratio = efficiency.steps_over_minimum(batch, bc, bend) / max(bc / batch, 1)
+        assert 1 - 1e-9 <= ratio <= 2 ** (1 / bend) + 1e-9
+        more = efficiency.steps_over_minimum(batch, bc, bend) / max(bc / batch, 1e-300)  # E/Emin
+        assert efficiency.wasted(batch, bc, bend) == pytest.approx(1 - 1 / more, abs=1e-9)
 
 
 CURVES = {
     efficiency.wasted: (1.0, 0.0),
-    efficiency.doubling_saves: (0.0, 0.5),
-    efficiency.doubling_costs: (1.0, 0.0),
-    efficiency.doubling_speeds_up: (1.0, 2.0),
-    efficiency.halving_saves: (0.5, 0.0),
-    efficiency.halving_costs: (0.0, 1.0),
+    partial(efficiency.steps_after, 2): (1.0, 0.5),
+    partial(efficiency.steps_after, 0.5): (1.0, 2.0),
     efficiency.steps_over_minimum: (1.0, math.inf),
 }
 
@@ -71,7 +67,7 @@ def test_the_interval_of_the_answer_holds_every_value_inside_that_of_the_critica
 
 def test_at_the_critical_batch_half_is_wasted_and_a_doubling_saves_a_quarter() -> None:
     assert efficiency.wasted(212, 212) == 0.5
-    assert efficiency.doubling_saves(212, 212) == 0.25
+    assert efficiency.steps_after(2, 212, 212) == 0.75
 
 
 def test_a_range_is_plain_data_with_none_for_what_is_infinite() -> None:

@@ -14,21 +14,19 @@ Promises:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from batchwright.planning.critical_batch import (
+    CURVE_OFF_BY,
     CriticalBatch,
     Range,
     checked_batch,
-    doubling_costs,
-    doubling_saves,
-    doubling_speeds_up,
     figure,
-    halving_costs,
-    halving_saves,
     over_interval,
+    steps_after,
     wasted,
 )
 from batchwright.planning.learning_rate import LearningRateChange, learning_rate_change
@@ -128,8 +126,9 @@ def judge(
     usual = critical.widened(_USUAL)
     first, last = _position(batch, usual.high), _position(batch, usual.low)
     positions = POSITIONS[first : last + 1]
-    saves, costs = _at(batch, critical, doubling_saves), _at(batch, critical, doubling_costs)
-    sooner = _at(batch, critical, doubling_speeds_up)
+    doubled_steps = _steps_after(2, batch, critical)
+    saves, costs = doubled_steps.map(lambda ratio: 1 - ratio), doubled_steps.map(lambda ratio: 2 * ratio - 1)
+    sooner = doubled_steps.map(lambda ratio: 1 / ratio)
     devices_pay = (
         f"{counted(2 * num_devices, 'device')} instead of {num_devices:,}, each with the batch it has now, reach the "
         f"loss {sooner} times sooner, if a step takes no longer"
@@ -147,12 +146,12 @@ def judge(
         effective_batch=batch,
         devices=num_devices,
         positions=positions,
-        waste=_at(batch, critical, wasted),
+        waste=_likely(critical, lambda size, bend: wasted(batch, size, bend)),
         doubling_saves=saves,
         doubling_costs=costs,
         doubling_speeds_up=sooner,
         devices_pay=devices_pay,
-        recommendation=_recommend(critical, batch, positions),
+        recommendation=_recommend(critical, batch, positions, saves, costs, sooner),
         words=(
             f"the batch is {figure(batch)}, the critical batch {critical}",
             *(
@@ -172,32 +171,40 @@ def judge(
     )
 
 
-def _at(batch: float, critical: CriticalBatch, curve: Callable[[float, float, float], float]) -> Range:
-    """Return what a curve says at a batch, over the critical batches and the bends that are likely."""
+def _likely(critical: CriticalBatch, curve: Callable[[float, float], float]) -> Range:
+    """Return what a curve of critical batch and bend says over all of them that are likely."""
     likely, bends = critical.widened(), critical.bends
-    ranges = [over_interval(likely, lambda bc, bend=bend: curve(batch, bc, bend)) for bend in bends]  # type: ignore[misc]
-    middle = curve(batch, likely.value, fmean(bends))
-    return Range(middle, min(ends.low for ends in ranges), max(ends.high for ends in ranges))
+    ranges = [over_interval(likely, lambda size, bend=bend: curve(size, bend)) for bend in bends]  # type: ignore[misc]
+    return Range(curve(likely.value, fmean(bends)), min(ends.low for ends in ranges), max(ends.high for ends in ranges))
+
+
+def _steps_after(change: float, batch: float, critical: CriticalBatch) -> Range:
+    """Return the steps of so many times the batch over those of the batch."""
+    ratio = _likely(critical, lambda size, bend: steps_after(change, batch, size, bend))
+    off = 1.0 if critical.evidence == "given" else math.exp(CURVE_OFF_BY)
+    return Range(ratio.value, ratio.low / off, ratio.high * off)
 
 
 def _position(batch: float, critical: float) -> int:
     return 0 if batch < critical / _FACTOR else 2 if batch > critical * _FACTOR else 1
 
 
-def _recommend(critical: CriticalBatch, batch: float, positions: tuple[str, ...]) -> str:
-    saves, costs = _at(batch, critical, doubling_saves).percent, _at(batch, critical, doubling_costs).percent
-    doubling = f"a doubling saves {saves} of the steps for {costs} more samples"
+def _recommend(
+    critical: CriticalBatch, batch: float, positions: tuple[str, ...], saves: Range, costs: Range, sooner: Range
+) -> str:
+    doubling = f"a doubling saves {saves.percent} of the steps for {costs.percent} more samples"
     if positions == ("far below",):
         # Not simply "raise it": on the same devices a doubled batch takes longer a step, and only the clock can tell.
-        least = _at(batch, critical, doubling_speeds_up).low
         return (
-            f"a larger batch pays: {doubling}; raise it while a doubled step takes less than {least:.3g} times as long"
+            f"a larger batch pays: {doubling}; raise it while a doubled step takes less than {sooner.low:.3g} times as "
+            "long"
         )
     if positions == ("near",):
         return f"keep the batch: {doubling}"
     if positions == ("beyond",):
-        saves, costs = _at(batch, critical, halving_saves).percent, _at(batch, critical, halving_costs).percent
-        return f"lower the batch: halving it saves {saves} of the samples for {costs} more steps"
+        halved = _steps_after(0.5, batch, critical)
+        saved, more = halved.map(lambda ratio: 1 - ratio / 2).percent, halved.map(lambda ratio: ratio - 1).percent
+        return f"lower the batch: halving it saves {saved} of the samples for {more} more steps"
     if not critical.resolved:
         needed = "" if critical.steps_needed is None else f", about {counted(critical.steps_needed, 'more step')}"
         return f"no evidence that the batch is too large: keep it, and measure longer{needed}"

@@ -1,9 +1,9 @@
 """Which effective batch reaches the loss soonest: the one model behind `best_batch`, `tune`, `noise` and the report.
 
 Promises:
-- the answer loses least time on average over the curves that are likely: critical batches of the measured interval, made
-  wider by what such estimates were off by elsewhere, with a softer or sharper bend; a number that was given is taken as
-  it is, with the curve in the books;
+- the answer loses least time on average over the curves that are likely: critical batches of the measured interval,
+  made wider by what such estimates were off by elsewhere, with a softer or sharper bend; a number that was given is
+  taken as it is, with the curve in the books;
 - the range is what is within 5 % of the best, all of it, with a chance of 80 %; if there is none, it says so;
 - the answer comes with the ends that the critical batch gives it; if that has no upper end, neither has the answer;
 - a batch outside those that were timed is called extrapolated;

@@ -1,10 +1,10 @@
 """The time to a loss by effective batch, for one critical batch: steps to the loss times the seconds of a step.
 
-A loss takes Smin (1 + (Bc/B)^p)^(1/p) steps: with a bend p of 1 the curve of McCandlish et al. 2018 (arXiv:1812.06162),
-with a larger one a curve that turns more sharply from halving the steps to none saved. A step takes as many whole passes
-as the batch needs on a device. If it is one pass of s + r B seconds, the product is least where B^(1 + p) = (s/r) Bc^p,
-for p = 1 at sqrt((s/r) Bc), and flat there: a factor of 2 off then costs at most 12.5 %. With more passes there is such a
-valley for each number of them.
+A loss takes Smin (1 + (Bc/B)^p)^(1/p) steps: with a bend p of 1 the curve of McCandlish et al. 2018
+(arXiv:1812.06162), with a larger one a curve that turns more sharply from half the steps to none saved. A step takes as
+many whole passes as the batch needs on a device. If it is one pass of s + r B seconds, the product is least where
+B^(1 + p) = (s/r) Bc^p, for p = 1 at sqrt((s/r) Bc), and flat there: a factor of 2 off then costs at most 12.5 %. With
+more passes there is such a valley for each number of them.
 
 Promises:
 - the soonest batch, the range within 5 % and the smallest batch that meets a deadline are what counting every batch

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
-from batchwright.planning.critical_batch import CriticalBatch
+from batchwright.planning.critical_batch import CriticalBatch, fit_critical
 from batchwright.planning.horizon import Course, Stretch
 from batchwright.planning.times import TimedPoint, TimeModel, fit_times
 from batchwright.units import LARGEST_COUNT
@@ -340,17 +340,11 @@ class BranchesSection:
     @classmethod
     def read(cls, section: Section) -> BranchesSection:
         """Read the section `branches`."""
-        factors = {
-            branch["batch"]: branch["learning_rate_factor"]
-            for branch in section.get("branches", ())
-            if branch["mean_steps"] is not None and branch["learning_rate_factor"]
-        }
         reached = [row for row in section.get("branches", ()) if row["mean_steps"] is not None]
+        factors = {row["batch"]: row["learning_rate_factor"] for row in reached if row["learning_rate_factor"]}
         samples = reached[0]["batch"] * reached[0]["mean_steps"] if reached else None
-        critical = CriticalBatch.from_dict(section["critical_batch"])
-        # Where no batch is sooner than another the fit says nearly 0; no critical batch is below a sample.
-        ends = (max(critical.value, 1.0), max(critical.low, 1.0) if critical.low > 0 else 0.0, max(critical.high, 1.0))
-        return cls(replace(critical, value=ends[0], low=min(ends[:2]), high=ends[2]), samples, factors)
+        critical = fit_critical({row["batch"]: row["steps"] for row in reached if row.get("steps")})
+        return cls(critical or CriticalBatch.from_dict(section["critical_batch"]), samples, factors)
 
 
 @dataclass(frozen=True)
