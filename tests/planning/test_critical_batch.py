@@ -41,7 +41,7 @@ def test_the_curves_follow_from_the_steps_and_samples_of_the_model(batch: float,
         assert efficiency.wasted(batch, bc, bend) == pytest.approx(1 - 1 / more, abs=1e-9)
 
 
-CURVES = {
+CURVES: dict[Any, tuple[float, float]] = {
     efficiency.wasted: (1.0, 0.0),
     partial(efficiency.steps_after, 2): (1.0, 0.5),
     partial(efficiency.steps_after, 0.5): (1.0, 2.0),

@@ -13,7 +13,7 @@ from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.planning.critical_batch import Range
 from batchwright.planning.time_to_loss import StepSeconds
 from batchwright.planning.times import TimeModel
-from batchwright.tuning.race import Race, Rival, race
+from batchwright.tuning.race import Race, Rival, _steps_shown, race
 from batchwright.tuning.recommendation import advise_run
 from batchwright.tuning.tune import TuneRequest, tune
 from tests.tuning.runs import by_hand, quick
@@ -41,7 +41,7 @@ def test_where_every_sample_costs_the_same_the_race_goes_down() -> None:
     workload = quick(loss=lambda model, batch: (model(batch) - batch.sum(1, keepdim=True)).pow(2).mean())
     found = raced(64, TimeModel(0.0, 0.001, 0.0), workload=workload)
     assert found.winner <= 16
-    assert found.raced[:4] == (64, 32, 128, 16)
+    assert list(found.factors)[:4] == [64, 32, 128, 16]
     behind = found.rivals[-1]
     assert behind.position == "behind"
     assert behind.time_ratio.low > 1
@@ -54,7 +54,7 @@ def test_where_the_batch_costs_nothing_the_race_goes_up_as_far_as_it_may() -> No
     )
     found = raced(2, TimeModel(0.01, 0.0, 0.0), most=16, workload=workload, steps=100)
     assert found.winner >= 8
-    assert found.raced[:4] == (2, 1, 4, 8)
+    assert list(found.factors)[:4] == [2, 1, 4, 8]
 
 
 def test_a_race_that_nobody_wins_says_so() -> None:
@@ -67,11 +67,11 @@ def test_a_race_that_nobody_wins_says_so() -> None:
         10.0,
         100,
         True,
-        (64,),
+        {64: 1.0},
     )
     assert not found.is_clear
     assert "nobody won the race around 64, which stays" in found.summary
-    close = Race(64, 1.0, 64, (Rival(32, 1.0, Range(1.0, 0.97, 1.03)),), 3, 10.0, 100, True, (64, 32))
+    close = Race(64, 1.0, 64, (Rival(32, 1.0, Range(1.0, 0.97, 1.03)),), 3, 10.0, 100, True, {64: 1.0, 32: 1.0})
     assert close.is_clear
     assert "no batch was ahead of 64" in close.summary
 
@@ -82,42 +82,60 @@ def test_a_loss_that_is_no_number_has_no_race() -> None:
         raced(8, TimeModel(0.01, 0.001, 0.0), steps=2, workload=workload)
 
 
-WON = {
+WON: dict[str, Any] = {
     "winner": 48,
-    "learning_rate_factor": 0.5,
-    "as_good": [48, 96],
+    "factors": [{"batch": 96, "learning_rate_factor": 1.0}, {"batch": 48, "learning_rate_factor": 0.5}],
+    # As many steps at half the batch: the critical batch is far below.
+    "shown": [{"batch": 48, "other": 96, "log_ratio": 0.1, "error": 0.05, "growth": 1.0}],
     "reaches_horizon": True,
     "summary": "48 was ahead of 96 in a race: ...",
 }
 
 
-def test_a_race_that_ended_before_the_horizon_is_told_and_decides_nothing() -> None:
-    short, without = by_hand(race={**WON, "reaches_horizon": False}), by_hand()
-    for run in (short, without):
-        advise_run(run, TuneRequest(race=True))
-    advice, plain = short["recommendation"], without["recommendation"]
-    assert advice["effective_batch"] == plain["effective_batch"]
-    assert advice["learning_rate"] == plain["learning_rate"]
-    assert any("ended before the horizon, and decides nothing: 48 was ahead" in note for note in advice["notes"])
-
-
-def test_the_winner_is_recommended_and_the_reason_is_the_race() -> None:
-    run = by_hand(race=WON)
+def advised(**sections: Any) -> Any:
+    run = by_hand(**sections)
     advise_run(run, TuneRequest(race=True))
-    advice = run["recommendation"]
-    assert advice["effective_batch"] == 48
-    assert advice["range_within_5_percent"] == [48, 96]
-    assert advice["best_effective_batch"] == 48
-    assert "48 was ahead of 96 in a race" in advice["reasons"][0]
-    assert advice["learning_rate"]["rule"] == "tuned by factors of the root of 2 in a race at batch 48"
-    assert advice["learning_rate"]["recommended"] == 3e-4 / 2
+    return run["recommendation"]
+
+
+def test_a_race_joins_the_model_by_how_sure_it_is() -> None:
+    won, without = advised(race=WON), advised()
+    noise = advised(race={**WON, "shown": [{**WON["shown"][0], "error": 5.0}]})
+    assert won["effective_batch"] < without["effective_batch"]
+    assert noise["best_effective_batch"] == pytest.approx(without["best_effective_batch"], rel=0.03)
+    assert won["chance_within_5_percent"] > without["chance_within_5_percent"]
+    assert "48 was ahead of 96 in a race" in won["reasons"][0]
+    assert won["reasons"][1].startswith("with the race: ")
+
+
+def test_a_race_that_ended_before_the_horizon_counts_for_the_way_there_and_tunes_no_rate() -> None:
+    shown = [{**WON["shown"][0], "growth": 4.0}]
+    short, won = advised(race={**WON, "shown": shown, "reaches_horizon": False}), advised(race=WON)
+    assert short["effective_batch"] > won["effective_batch"]
+    assert "ended before the horizon" in short["reasons"][0]
+    assert short["learning_rate"]["source"] == "formula"
+
+
+def test_the_rate_is_that_of_the_race_or_on_its_line() -> None:
+    rate = advised(race=WON)["learning_rate"]
+    assert rate["source"] == "measured"
+    assert "in a race" in rate["rule"]
+    assert 3e-4 / 2 <= rate["recommended"] <= 3e-4
+
+
+def test_the_error_of_what_was_raced_falls_with_seeds_and_never_to_nothing() -> None:
+    errors = [_steps_shown(64, 32, [-0.5] * number, (1.0, 0.0)).error for number in (2, 3, 5, 500)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 0.08
+    assert errors[-1] == pytest.approx(0.06, rel=0.01)
+    assert _steps_shown(64, 32, [-0.5] * 5, (3.0, 0.4)).error > errors[2]
 
 
 def test_tune_races_where_asked_for_and_resumes_for_another_horizon(tmp_path: Path) -> None:
     file, skip = tmp_path / "run.json", ("estimate", "audit")
     run = tune(quick(), limit=32, steps=20, skip=skip, race=True, samples=1280, file=file).run
     assert run["race"]["reaches_horizon"]
-    assert run["race"]["winner"] == run["recommendation"]["effective_batch"]
+    assert run["recommendation"]["reasons"][0] == run["race"]["summary"]
     assert run["workload"]["command"] is None
     later = tune(quick(), limit=32, steps=20, skip=skip, samples=128_000, file=file, resume=True).run
     assert later["race"]["skipped"] == "not asked for"

@@ -243,11 +243,12 @@ def fit_critical(steps: Mapping[int, Sequence[float]]) -> CriticalBatch | None:
 
     def misfit(critical: float, logs: Sequence[float]) -> float:
         curve = [math.log(steps_over_minimum(size, critical, _BENDS[-1])) for size in sizes]
-        return pvariance([log - expected for log, expected in zip(logs, curve, strict=True)])
+        return float(pvariance([log - expected for log, expected in zip(logs, curve, strict=True)]))
+
+    places: list[float] = [math.pow(_FINENESS, place) for place in range(int(math.log(most) / math.log(_FINENESS)) + 1)]
 
     def fit(logs: Sequence[float]) -> float:
-        places = range(int(math.log(most) / math.log(_FINENESS)) + 1)
-        return min((_FINENESS**place for place in places), key=lambda critical: misfit(critical, logs))
+        return min(places, key=lambda critical: misfit(critical, logs))
 
     seeds = list(zip(*(steps[size] for size in sizes), strict=True))
     value = fit([math.log(fmean(steps[size])) for size in sizes])
@@ -332,7 +333,7 @@ def steps_over_minimum(batch: float, critical: float, bend: float = 1.0) -> floa
     if bend == 1.0:
         return 1.0 + critical / batch
     larger, smaller = max(critical / batch, 1.0), min(critical / batch, 1.0)  # no power of a large number
-    return larger * (1.0 + (smaller / larger) ** bend) ** (1 / bend)
+    return larger * math.pow(1.0 + math.pow(smaller / larger, bend), 1 / bend)
 
 
 def wasted(batch: float, critical: float, bend: float = 1.0) -> float:

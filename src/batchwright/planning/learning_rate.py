@@ -297,12 +297,16 @@ def rate_from_branches(
     )
 
 
-def rate_from_race(rate: float, factor: float, batch: int) -> RecommendedRate:
-    """Return the rate that was tuned for a batch in a race.
+def rate_from_race(rate: float, factors: Mapping[int, float], batch: int) -> RecommendedRate:
+    """Return the rate that was tuned for a batch in a race, or that on the line through those raced.
 
-    >>> rate_from_race(0.1, 2.0, 64).rule
+    >>> rate_from_race(0.1, {32: 1.0, 64: 2.0}, 64).rule
     'tuned by factors of the root of 2 in a race at batch 64'
     """
+    factor, place = factors.get(batch), f"at batch {batch:,}"
+    if factor is None:
+        factor = _on_power_law(factors, min(max(batch, min(factors)), max(factors)))
+        place = f"at batches {', '.join(f'{size:,}' for size in factors)}; on their line"
     return RecommendedRate(
         source="measured",
         now=rate,
@@ -311,7 +315,7 @@ def rate_from_race(rate: float, factor: float, batch: int) -> RecommendedRate:
         recommended=rate * factor,
         low=rate * factor / _ONE_FACTOR,
         high=rate * factor * _ONE_FACTOR,
-        rule=f"tuned by factors of the root of 2 in a race at batch {batch:,}",
+        rule=f"tuned by factors of the root of 2 in a race {place}",
     )
 
 

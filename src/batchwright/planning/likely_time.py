@@ -41,10 +41,13 @@ class RacedSteps:
     log_ratio: float
     error: float
     """The standard deviation of that logarithm."""
+    growth: float = 1.0
+    """How many times larger the critical batch is at the horizon than where the race ended."""
 
     def misfit(self, curve: TimeToLoss) -> float:
         """Return half the squared distance from a curve, in errors."""
-        expected = math.log(curve.steps_at(self.batch) / curve.steps_at(self.other))
+        there = replace(curve, critical=curve.critical / self.growth)
+        expected = math.log(there.steps_at(self.batch) / there.steps_at(self.other))
         return ((self.log_ratio - expected) / self.error) ** 2 / 2
 
 

@@ -9,8 +9,9 @@ Promises:
 - seeds are added until it is clear: until every rival is ahead, behind or within 5 % with a chance of 80 %, or there
   are no more seeds;
 - only a rival that is clearly ahead replaces the middle batch; then the race is run around that one, twice at most;
-- a race that nobody wins says so, and leaves the recommendation as it was; one that ends before the horizon is told
-  beside it.
+- what was raced joins the model of soonest by how sure it is, so that a race that is noise changes nothing; one that
+  ends before the horizon counts for the critical batch there, carried on;
+- a race that nobody wins says so.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from batchwright.noise.measure_critical_batch import (
     tune_factor,
 )
 from batchwright.planning.critical_batch import Range
-from batchwright.planning.likely_time import CHANCE
+from batchwright.planning.likely_time import CHANCE, RacedSteps
 from batchwright.planning.plan import plan
 from batchwright.planning.time_to_loss import StepSeconds
 from batchwright.state.untouched import untouched
@@ -54,6 +55,9 @@ _LONGEST = 4
 _LAST_LOOKS = 5
 # Of the way to the horizon: as far as a race must go to speak for the run.
 _NEARLY = 0.8
+# Of the logarithm of steps: what differs from seed to seed until seeds tell, which counts as two of them, and what the
+# rates of two batches, each the best of a few on one seed, leave of a difference.
+_USUAL_SPREAD, _USUAL_COUNT, _RATES_APART = 0.15, 2, 0.06
 # As long as a batch takes that is as good.
 _AS_GOOD = math.log(1.05)
 _EVALUATE_SAMPLES = 512
@@ -101,8 +105,10 @@ class Race:
     """Of the middle batch in that time."""
     reaches_horizon: bool
     """Whether that is as long as the run is to be."""
-    raced: tuple[int, ...]
-    """All batches of all rounds."""
+    factors: Mapping[int, float]
+    """Of the workload's own rate, for all batches of all rounds, in their order."""
+    shown: tuple[RacedSteps, ...] = ()
+    """The steps of each pair of batches: what joins the model."""
 
     @property
     def is_clear(self) -> bool:
@@ -114,27 +120,20 @@ class Race:
         """Who won, by how much and how sure."""
         ratios = ", ".join(f"{rival.batch:,} takes {rival.time_ratio} times as long" for rival in self.rivals)
         seeds = f"{self.seeds} seeds, each as long as {counted(self.steps, 'step')} of {self.middle:,} take"
-        if len(self.raced) > len(self.rivals) + 1:
-            seeds += f"; raced in turn: {', '.join(f'{batch:,}' for batch in self.raced)}"
+        if len(self.factors) > len(self.rivals) + 1:
+            seeds += f"; raced in turn: {', '.join(f'{batch:,}' for batch in self.factors)}"
         if self.winner != self.middle:
             return f"{self.winner:,} was ahead of {self.middle:,} in a race: {ratios} ({seeds})"
         if self.is_clear:
             return f"no batch was ahead of {self.middle:,} in a race: {ratios} ({seeds})"
         return f"nobody won the race around {self.middle:,}, which stays: {ratios} ({seeds}); a longer one may tell"
 
-    @property
-    def as_good(self) -> tuple[int, int]:
-        """From the least to the largest batch that was as good as the winner."""
-        good = (
-            [rival.batch for rival in self.rivals if rival.position == "as good"] if self.winner == self.middle else []
-        )
-        return min([self.winner, *good]), max([self.winner, *good])
-
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data: the section `race` of a run."""
         rivals = [{**asdict(rival), "position": rival.position} for rival in self.rivals]
-        clear = {"is_clear": self.is_clear, "summary": self.summary, "as_good": list(self.as_good)}
-        return {"schema": 1, "source": "measured", **asdict(self), "rivals": rivals, **clear}
+        clear = {"is_clear": self.is_clear, "summary": self.summary}
+        factors = [{"batch": batch, "learning_rate_factor": factor} for batch, factor in self.factors.items()]
+        return {"schema": 1, "source": "measured", **asdict(self), "rivals": rivals, "factors": factors, **clear}
 
 
 def race(
@@ -149,6 +148,7 @@ def race(
     most: int,
     largest: int | None,
     on: str,
+    growth: tuple[float, float] = (1.0, 0.0),
     shape: Mapping[str, Any] | None = None,
     first_seed: int = 0,
     progress: Callable[[str], None] = lambda text: None,
@@ -158,6 +158,7 @@ def race(
     - `seconds`: how long each trains, by `step`; `reaches_horizon`: whether the run is to be no longer.
     - `factor_of`: the learning rate of a batch, in factors of the workload's own.
     - `whole`: the batch nearest to a size that can be run; `most`: the largest; `largest`: the largest micro-batch.
+    - `growth`: how many times larger the critical batch is at the horizon, and the error of its logarithm.
     """
     device = open_device(on).torch_device
     with untouched(workload, accelerator=None if device.type == "cpu" else device):
@@ -216,13 +217,12 @@ def race(
             curves = [(train(run, other, goal), step.at(other)) for other in others]
             return [_log_ratio(goal, own, step.at(centre), curve, seconds_each) for curve, seconds_each in curves]
 
-        raced = [middle]
+        shown: dict[tuple[int, int], RacedSteps] = {}
         tune_rate(middle, middle)
         for _ in range(_MOST_MOVES + 1):
             others = sorted({min(whole(middle * 2), most), max(whole(middle / 2), 1)} - {middle})
             if not others:
                 raise InvalidInputError(f"there is no other batch to race {middle:,} against: at most {most:,} can be.")
-            raced += [other for other in others if other not in raced]
             for other in others:
                 tune_rate(other, middle)
             rows: list[list[float]] = []
@@ -235,11 +235,23 @@ def race(
                 )
                 if len(rows) >= _LEAST_SEEDS and all(rival.position != "open" for rival in rivals):
                     break
+            for place, other in enumerate(others):
+                per_step = math.log(step.at(other) / step.at(middle))
+                shown[other, middle] = _steps_shown(other, middle, [row[place] - per_step for row in rows], growth)
             ahead = [rival for rival in rivals if rival.position == "ahead"]
             winner = min(ahead, key=lambda rival: rival.time_ratio.value).batch if ahead else middle
             steps = max(round(seconds / step.at(middle)), 1)
             result = Race(
-                winner, factors[winner], middle, rivals, len(rows), seconds, steps, reaches_horizon, tuple(raced)
+                winner,
+                factors[winner],
+                middle,
+                rivals,
+                len(rows),
+                seconds,
+                steps,
+                reaches_horizon,
+                dict(factors),
+                tuple(shown.values()),
             )
             if winner == middle:
                 break
@@ -257,7 +269,10 @@ def race_batches(work: Workload, measured: Measured, request: TuneRequest, say: 
     choice = choose(measured, used, devices=request.devices, effective_batch=None)
     split, devices, samples = choice.plan, request.devices, measured.samples
     step = StepSeconds(times, devices, split.max_micro_batch)
-    seconds, reaches_horizon = _seconds_to_race(measured, choice, horizon, request.steps, step)
+    seconds, share = _seconds_to_race(measured, choice, horizon, request.steps, step)
+    course, growth = None if measured.noise is None else measured.noise.course, (1.0, 0.0)
+    if course is not None and horizon is not None and share < 1:
+        growth = course.growth(share * horizon.steps, horizon.steps)
 
     def whole(size: float) -> int:
         wanted = max(round(size), 1)
@@ -272,7 +287,8 @@ def race_batches(work: Workload, measured: Measured, request: TuneRequest, say: 
         split.effective_batch,
         step,
         seconds=seconds,
-        reaches_horizon=reaches_horizon,
+        reaches_horizon=share >= _NEARLY,
+        growth=growth,
         factor_of=factor_of,
         whole=whole,
         most=LARGEST_COUNT if samples is None else (samples - held_out(samples)) // devices * devices,
@@ -286,14 +302,14 @@ def race_batches(work: Workload, measured: Measured, request: TuneRequest, say: 
 
 def _seconds_to_race(
     measured: Measured, choice: Choice, horizon: Horizon | None, steps: int, step: StepSeconds
-) -> tuple[float, bool]:
-    """Return how long each training of a race takes, and whether that is to the horizon: if that is not too far."""
+) -> tuple[float, float]:
+    """Return how long each training of a race takes, and what share of the way to the horizon that is."""
     batch = choice.plan.effective_batch
     if measured.noise is None or measured.noise.course is None or horizon is None or choice.likely is None:
-        return steps * step.at(batch), False
-    to_horizon = measured.noise.course.progress(horizon.steps) * (1 + choice.likely.curve.critical / batch)
+        return steps * step.at(batch), 0.0
+    to_horizon = measured.noise.course.progress(horizon.steps) * choice.likely.curve.steps_at(batch)
     whole, longest = to_horizon * step.at(batch), _LONGEST * steps * step.at(measured.noise.effective_batch)
-    return min(whole, longest), _NEARLY * whole <= longest
+    return min(whole, longest), min(longest / whole, 1.0)
 
 
 def _loss_at_the_end(curve: Sequence[tuple[int, float]]) -> float:
@@ -332,6 +348,17 @@ def _log_ratio(
     if not mine or not theirs:  # one of them has not come below its first loss
         return _NO_PROGRESS * ((others > lowest) - (others < lowest))
     return math.log(theirs * other_step / (mine * own_step))
+
+
+def _steps_shown(batch: int, other: int, logs: Sequence[float], growth: tuple[float, float]) -> RacedSteps:
+    """Return the steps of a pair with their error: that of the seeds, of the rates, and of the way to the horizon."""
+    middle, number = statistics.fmean(logs), len(logs)
+    squares = sum((log - middle) ** 2 for log in logs) + _USUAL_COUNT * _USUAL_SPREAD**2
+    spread = math.sqrt(squares / (number - 1 + _USUAL_COUNT))
+    times, off = growth
+    # A critical batch that is twice as large moves the steps of a pair by a quarter of that at most.
+    error = math.hypot(spread / math.sqrt(number), _RATES_APART, off / 4)
+    return RacedSteps(batch, other, middle, error, times)
 
 
 def _range(logs: Sequence[float]) -> Range:

@@ -100,10 +100,6 @@ def advise_run(run: Run, request: TuneRequest) -> None:
         run["plan"] = run["recommendation"] = {"skipped": f"failed: {error}"}
         return
     split, likely, critical = choice.plan, choice.likely, choice.critical
-    # A race that ends before the run does is told beside the answer.
-    race = measured.race if measured.race is not None and measured.race.reaches_horizon else None
-    if request.effective_batch is not None:
-        race = None
     rate = recommend_rate(measured, choice, choice.plan.effective_batch)
     seconds = None if measured.throughput is None else measured.throughput.step_seconds(split)
     # What other set-ups would give.
@@ -119,9 +115,9 @@ def advise_run(run: Run, request: TuneRequest) -> None:
         "micro_batch": split.micro_batch,
         "accumulation": split.accumulation,
         "effective_batch": split.effective_batch,
-        "range_within_5_percent": list(race.as_good) if race else likely and likely.as_good and list(likely.as_good),
-        "chance_within_5_percent": None if race or likely is None else likely.chance(split.effective_batch),
-        "best_effective_batch": race.winner if race else likely and likely.soonest,
+        "range_within_5_percent": likely and likely.as_good and list(likely.as_good),
+        "chance_within_5_percent": likely and likely.chance(split.effective_batch),
+        "best_effective_batch": likely and likely.soonest,
         "time_over_soonest": likely and likely.over_soonest(split.effective_batch),
         "learning_rate": None if rate is None else asdict(rate),
         "critical_batch": None if critical is None else critical.to_dict(),
@@ -139,7 +135,6 @@ def advise_run(run: Run, request: TuneRequest) -> None:
             for text in (
                 why_not,
                 _far(horizon),
-                _short_race(measured),
                 used.note,
                 _no_rate(measured, rate),
                 _poor_line(measured),
@@ -231,14 +226,20 @@ def choose(
     elif in_samples is not None and value is None:
         assumes.append(f"the critical batch is not known yet: {in_samples}")
         critical = in_samples = None
+    race = measured.race
+    if race is not None:
+        ends = "" if race.reaches_horizon else " (it ended before the horizon, and is carried on to there)"
+        reasons.append(f"{race.summary}{ends}")
+        likely = likely and replace(likely, raced=race.shown)
     if effective_batch is not None:
         wanted = effective_batch
         reasons.append(f"an effective batch of {wanted:,} was asked for")
-    elif measured.race is not None and measured.race.reaches_horizon:
-        wanted = measured.race.winner
-        reasons.append(measured.race.summary)
     elif likely is not None:
         wanted = likely.soonest
+        if race is not None and race.reaches_horizon and likely.over_soonest(race.winner) < _HARDLY_LONGER:
+            wanted = race.winner
+    elif race is not None:
+        wanted = race.winner
     else:
         wanted = min(largest * devices, samples or largest * devices)
         missing = "the critical batch" if in_samples is None else "how long a step takes"
@@ -252,8 +253,7 @@ def choose(
         assumes.append(f"the data holds {counted(samples, 'sample')}, fewer than one step of this batch takes")
     if likely is not None and in_samples is not None:
         by_model = _soonest_reason(likely, split, in_samples, until)
-        decided = measured.race is not None and measured.race.reaches_horizon and effective_batch is None
-        reasons.append(f"by the critical batch alone: {by_model}" if decided else by_model)
+        reasons.append(by_model if race is None else f"with the race: {by_model}")
     if fit is not None and fits is not None:
         reasons.append(f"micro-batch {fits:,} fits; {fit.reason}")
     is_timed = times is not None and times.covers(split.micro_batch)
@@ -316,8 +316,8 @@ def recommend_rate(measured: Measured, choice: Choice, batch: int) -> Recommende
     workload = measured.workload
     if workload is None or workload.learning_rate is None:
         return None
-    if measured.race is not None and measured.race.reaches_horizon and batch == measured.race.winner:
-        return rate_from_race(workload.learning_rate, measured.race.learning_rate_factor, batch)
+    if measured.race is not None and measured.race.reaches_horizon:
+        return rate_from_race(workload.learning_rate, measured.race.factors, batch)
     ruled = None
     if workload.optimizer is not None and measured.noise is not None and choice.critical is not None:
         before = measured.noise.effective_batch
@@ -403,7 +403,8 @@ def _no_rate(measured: Measured, rate: RecommendedRate | None) -> str:
     if rate is not None or workload is None or workload.optimizer is None:
         return ""
     if workload.learning_rate is None and measured.race is not None and measured.race.reaches_horizon:
-        return f"multiply the learning rate of every group by {measured.race.learning_rate_factor:.3g}, as in the race"
+        raced = measured.race.factors
+        return f"multiply the learning rate of every group by {raced[measured.race.winner]:.3g}, as in the race"
     reason = (
         "groups of parameters have different ones"
         if workload.learning_rate is None
@@ -419,12 +420,6 @@ def _far(horizon: Horizon | None) -> str:
     return (
         f"the horizon is {times} times as far as what was trained: the critical batch is carried on to it by its trend"
     )
-
-
-def _short_race(measured: Measured) -> str:
-    if measured.race is None or measured.race.reaches_horizon:
-        return ""
-    return f"a race that ended before the horizon, and decides nothing: {measured.race.summary}"
 
 
 def _poor_line(measured: Measured) -> str:

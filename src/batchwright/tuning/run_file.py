@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from batchwright.errors import InvalidInputError
 from batchwright.planning.critical_batch import CriticalBatch, fit_critical
 from batchwright.planning.horizon import Course, Stretch
+from batchwright.planning.likely_time import RacedSteps
 from batchwright.planning.times import TimedPoint, TimeModel, fit_times
 from batchwright.units import LARGEST_COUNT
 from batchwright.user_files import read_text, replace_file
@@ -64,7 +65,13 @@ _NEEDED: dict[str, Section] = {
         "critical_batch": _CRITICAL,
         "branches": [{"batch": int, "learning_rate_factor": _MAYBE, "mean_steps": _MAYBE}],
     },
-    "race": {"winner": int, "learning_rate_factor": _NUMBER, "as_good": [int], "reaches_horizon": bool, "summary": str},
+    "race": {
+        "winner": int,
+        "factors": [{"batch": int, "learning_rate_factor": _NUMBER}],
+        "shown": [{"batch": int, "other": int, "log_ratio": _NUMBER, "error": _NUMBER, "growth": _NUMBER}],
+        "reaches_horizon": bool,
+        "summary": str,
+    },
 }
 _STRETCH: dict[str, Any] = {
     "step": int,
@@ -352,18 +359,18 @@ class RaceSection:
     """Which batch won a race."""
 
     winner: int
-    learning_rate_factor: float
-    """The winner's, of the workload's own rate."""
-    as_good: tuple[int, int]
-    """From the least to the largest batch that was within 5 % of the winner."""
+    factors: Mapping[int, float]
+    """Of the workload's own rate, by batch."""
+    shown: tuple[RacedSteps, ...]
     reaches_horizon: bool
     summary: str
 
     @classmethod
     def read(cls, section: Section) -> RaceSection:
         """Read the section `race`."""
-        values = {argument.name: section[argument.name] for argument in fields(cls)}
-        return cls(**{**values, "as_good": tuple(values["as_good"])})
+        factors = {row["batch"]: row["learning_rate_factor"] for row in section["factors"]}
+        shown = tuple(RacedSteps(**row) for row in section["shown"])
+        return cls(section["winner"], factors, shown, section["reaches_horizon"], section["summary"])
 
 
 _READERS: dict[str, Callable[[Section], Any]] = {
