@@ -25,6 +25,7 @@ PARTS = (
     "ranks",
     "simulated",
     "trace",
+    "timing",
     "memory",
     "fitting",
     "accumulate",

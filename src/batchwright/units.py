@@ -100,6 +100,18 @@ def one_of(what: str, value: object, known: Iterable[str]) -> str:
     raise InvalidInputError(f"{what} must be one of {', '.join(names)}; received {shortened(value)}.")
 
 
+def format_seconds(value: float) -> str:
+    """Write a duration with three figures, in the unit that it is read in.
+
+    >>> format_seconds(0.000123), format_seconds(0.0123), format_seconds(1.234), format_seconds(7384)
+    ('123 us', '12.3 ms', '1.23 s', '2.05 h')
+    """
+    for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min")):
+        if value < limit:
+            return f"{float(f'{value * scale:.3g}'):g} {unit}"
+    return f"{float(f'{value / 3600:.3g}'):g} h"
+
+
 def positive_seconds(value: object, name: str) -> float:
     """Return `value` as seconds, or say why it is not a usable duration.
 

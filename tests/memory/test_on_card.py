@@ -221,7 +221,7 @@ class TestEveryCard:
     def test_as_data_and_as_a_table(self, found: EveryCard) -> None:
         data = json.loads(json.dumps(found.to_dict()))
         assert (data["schema"], data["source"], data["micro_batch"]) == (1, "predicted", 900)
-        assert set(data["rows"][0]) == {"card", "total_bytes", "fits", "device_bytes", "max_micro_batch"}
+        assert set(data["rows"][0]) == {"card", "total_bytes", "fits", "device_bytes", "max_micro_batch", "time"}
         assert "h100-80gb" in found._repr_html_()
 
     def test_where_not_even_one_runs_there_is_no_largest(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from batchwright.memory.upper_bound import uncertain_bytes, upper_on_card
 from batchwright.planning.search import largest_within
 from batchwright.simulated.card import kernels_of
 from batchwright.state.untouched import leaves_untouched, untouched
+from batchwright.timing.on_card import time_on
 from batchwright.trace.run import Traced, check_batches, trace_workload
 from batchwright.units import PeakBytes, format_bytes, parse_bytes, shortened, whole_number
 from batchwright.user_files import check_place
@@ -228,6 +229,7 @@ def estimate(
         max_limited_by=_end_of_search(size, cap) if is_search else None,
         savings=savings,
         fits=fits,
+        time=None if place is None else time_on(place.card, run.work, size, step),
     )
 
 
@@ -265,7 +267,8 @@ def estimate_every_card(
             except NothingFitsError:
                 largest = None
             run = traced(micro_batch)
-            rows.append(CardRow(card.name, card.total_bytes, place.fits(run), device_peak(run), largest))
+            time = time_on(card, run.work, micro_batch, step)
+            rows.append(CardRow(card.name, card.total_bytes, place.fits(run), device_peak(run), largest, time))
     return EveryCard(workload.name, micro_batch, tuple(sorted(rows, key=lambda row: (not row.fits, row.total_bytes))))
 
 

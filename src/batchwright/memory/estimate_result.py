@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from batchwright.printed_result import PrintedResult
 
 if TYPE_CHECKING:
+    from batchwright.timing.step_time import NoTime, StepTime
     from batchwright.units import PeakBytes
 
 
@@ -94,6 +95,8 @@ class Estimate(PrintedResult):
     savings: tuple[Saving, ...] = ()
     fits: bool | None = None
     """Whether the step runs on the simulated card; None where nothing was asked of one."""
+    time: StepTime | NoTime | None = None
+    """Seconds of a step on the simulated card, or why there are none; None where nothing was asked of a card."""
 
     @property
     def peak(self) -> int:
@@ -105,6 +108,7 @@ class Estimate(PrintedResult):
         """Return the estimate as plain data, the same as `batchwright estimate --json` prints."""
         data = asdict(self)
         data["what_if"] = data.pop("savings")
+        data["time"] = None if self.time is None else self.time.to_dict()
         for key in ("largest", "phases", "what_if", "notes"):
             data[key] = list(data[key])
         return {"schema": 1, **data}
@@ -121,6 +125,17 @@ class CardRow:
     """What the micro-batch asked for takes of the card, context and all."""
     max_micro_batch: int | None
     """None where not even 1 runs."""
+    time: StepTime | NoTime | None = None
+    """Of the micro-batch asked for, whether it fits or not."""
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """At the micro-batch asked for, predicted; None where there is no time."""
+        return getattr(self.time, "samples_per_second", None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain data."""
+        return {**asdict(self), "time": None if self.time is None else self.time.to_dict()}
 
 
 @dataclass(frozen=True, repr=False)
@@ -140,6 +155,11 @@ class EveryCard(PrintedResult):
         """Whether any card takes the micro-batch asked for."""
         return any(row.fits for row in self.rows)
 
+    @property
+    def fastest_first(self) -> tuple[CardRow, ...]:
+        """The cards that take the step, by samples per second."""
+        return tuple(sorted((row for row in self.rows if row.fits), key=lambda row: -(row.samples_per_second or 0.0)))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as plain data, the same as `batchwright estimate --on all --json` prints."""
-        return {"schema": 1, **asdict(self), "rows": [asdict(row) for row in self.rows]}
+        return {"schema": 1, **asdict(self), "rows": [row.to_dict() for row in self.rows]}

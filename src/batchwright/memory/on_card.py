@@ -293,7 +293,10 @@ class CardsAlike:
         events = self._lines.at(size)
         allocated, reserved = peaks_with_room(events, self._place.allocator)
         # The rest of a trace, its log and its notes, is that of the smallest size on the lines.
-        return replace(self._trace(self._lines.small), peaks=PeakBytes(allocated, reserved), requests=events)
+        lines = self._lines
+        least, most = self._trace(lines.small), self._trace(lines.large)
+        work = least.work_at(size, lines.small, most, lines.large)
+        return replace(least, peaks=PeakBytes(allocated, reserved), requests=events, work=work)
 
     def _holds(self, lines: ScaledRequests, size: int) -> bool:
         try:

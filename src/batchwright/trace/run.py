@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from batchwright.catalogue.cards import Context
     from batchwright.simulated.card import SimulatedCard
     from batchwright.state.kept_state import KeptState
+    from batchwright.trace.work import StepWork
     from batchwright.units import PeakBytes
     from batchwright.workload import Workload
 
@@ -226,6 +227,8 @@ class Traced:
     # By how much its peak would be higher if every convolution held the most that it may.
     unsure_bytes: int = 0
     requests: tuple[int, ...] = ()
+    # What the last of its steps asks of a device.
+    work: StepWork | None = None
 
     @property
     def on_card(self) -> tuple[PeakBytes, Context]:
@@ -233,6 +236,12 @@ class Traced:
         assert self.peaks is not None
         assert self.context is not None
         return self.peaks, self.context
+
+    def work_at(self, size: int, own_size: int, other: Traced, other_size: int) -> StepWork | None:
+        """The work at another size, on the line through this run and another; None where they are not alike."""
+        if self.work is None or other.work is None:
+            return None
+        return self.work.scaled(other.work, own_size, other_size, size)
 
 
 def trace_workload(
@@ -329,7 +338,7 @@ def _trace_on(
     if trace.routing.was_assumed:
         notes.append(trace.routing.note)
     routing = trace.routing.assumption if trace.routing.was_assumed else None
-    return Traced(trace.log, (*notes, *trace.notes), routing, trace.hides_memory)
+    return Traced(trace.log, (*notes, *trace.notes), routing, trace.hides_memory, work=trace.work.last_step())
 
 
 def check_shape(workload: Workload, shape: Mapping[str, Any]) -> None:

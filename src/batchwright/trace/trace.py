@@ -33,6 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from batchwright.device.step import needs_closure
 from batchwright.errors import CannotTraceError
+from batchwright.simulated.operators.library_work import listen
 from batchwright.simulated.ranks import on_shards
 from batchwright.simulated.torch_patches.patches import applied
 from batchwright.trace import known_values as value_shapes
@@ -40,6 +41,7 @@ from batchwright.trace.host_batches import OutsideTensors, part_of_outside
 from batchwright.trace.known_values import KnownValues, Routing, storage_key
 from batchwright.trace.refused_operators import shapes_from, users_line
 from batchwright.trace.storages import Block, FollowedStorages, Log, RunningModules
+from batchwright.trace.work import WorkLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -245,6 +247,7 @@ class Trace(TorchDispatchMode):
         self.hides_memory = False
         self._modules = RunningModules()
         self.storages = FollowedStorages(self.log, self._modules, memory, self._note, self._forget)
+        self.work = WorkLog(memory.holds)
         self._owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._hooks = ExitStack()
         self._outside = OutsideTensors()
@@ -256,6 +259,7 @@ class Trace(TorchDispatchMode):
             self._mark_optimizer_state()
         self._modules.clear()
         self.log.enter(name)
+        self.work.enter(name)
 
     def _mark_optimizer_state(self) -> None:
         for optimizer in self.optimizers:
@@ -281,6 +285,7 @@ class Trace(TorchDispatchMode):
             for bucket in getattr(module, "gradient_buckets", ()):
                 self.storages.see(bucket, "bucket")
                 self.mark(bucket, "gradients", "bucket", name)
+            self.work.await_buckets(module)
 
     def mark(self, tensor: torch.Tensor | None, part: str, operator: str, name: str) -> None:
         """Say what a block turned out to be, and whose it is."""
@@ -293,9 +298,11 @@ class Trace(TorchDispatchMode):
 
     def _mark_gradient(self, parameter: torch.Tensor) -> None:
         self.mark(parameter.grad, "gradients", "gradient", self._owners.get(parameter, ""))
+        self.work.gradient_is_ready(parameter)
 
     def __enter__(self) -> Trace:
         self._hooks.enter_context(applied(self._modules.seeing_calls(), self.storages.seeing_resizes()))
+        self._hooks.callback(listen, listen(self.work.add_library))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -348,11 +355,15 @@ class Trace(TorchDispatchMode):
             self._note(f"what {operator} holds while it runs is not seen: the peak may be higher")
         tensors = [tensor for tensor in tree_iter(outputs) if isinstance(tensor, torch.Tensor)]
         self._see_moments(self._kernels.moments_of(func, args, tensors, kwargs), operator)
+        self.work.note(func, args, kwargs, tensors, self._running_module)
         if self.log.phase == "backward":
             self._engine_adds.note(tensors)
         self.values.follow(func, args, kwargs, outputs)
         self.routing.follow(func, args, outputs)
         return outputs
+
+    def _running_module(self) -> str:
+        return self._modules.now(in_backward=self.log.phase == "backward")
 
     def _as_without_a_mode(
         self, func: Callable[..., Any], args: Any, counts: tuple[int, ...] | None

@@ -6,6 +6,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from batchwright.report.display import Columns, draw_table, or_dash, table_lines
+from batchwright.report.text.time_text import describe_time, format_rate
+from batchwright.timing.step_time import StepTime
 from batchwright.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -66,6 +68,9 @@ def _remarks_on_estimate(estimate: Estimate) -> Iterator[str]:
         yield ""
         yield "largest owners at the peak:"
         yield from _indented(_owner_columns(estimate), left=2)
+    if estimate.time is not None:
+        yield ""
+        yield from describe_time(estimate.time)
     if estimate.savings:
         yield ""
         yield "what each change would save:"
@@ -151,8 +156,17 @@ def draw_cards(cards: EveryCard) -> RenderableType:
         (f"takes at\nmicro-batch {cards.micro_batch:,}", [format_bytes(row.device_bytes) for row in rows]),
         ("fits", ["yes" if row.fits else "no" for row in rows]),
         ("largest\nmicro-batch", [or_dash("{:,}".format, row.max_micro_batch) for row in rows]),
+        ("samples/s", [format_rate(row.samples_per_second) for row in rows]),
+        ("", [_interval(row.time) for row in rows]),
     ]
     return draw_table(summarize_cards(cards), columns, (), left=1)
+
+
+def _interval(time: object) -> str:
+    """The interval of samples per second."""
+    if not isinstance(time, StepTime):
+        return ""
+    return f"[{format_rate(time.samples / time.high)}, {format_rate(time.samples / time.low)}]"
 
 
 def summarize_recommendation(recommendation: Recommendation) -> str:

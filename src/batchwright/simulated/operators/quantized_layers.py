@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from batchwright.simulated.operators.cuda_kernels import CurrentCard
+from batchwright.simulated.operators.library_work import LibraryWork, report
 
 _BLOCK, _BLOCKS_PER_SCALE, _CODES, _CODES_OF_SCALES = 64, 256, 16, 256
 _ROWS_OF_ONE_KERNEL, _ROWS_IN_FLOAT32_ON_AMD = 4, 2
@@ -70,6 +71,8 @@ class _Quantized(nn.Module):
 
     def whole_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight in a compute type, freshly made."""
+        written = self.shape[0] * self.shape[1] * dtype.itemsize
+        report(LibraryWork("bitsandbytes.dequantize", "elementwise", 0, self.weight.nbytes, written, 1, dtype))
         return torch.empty(self.shape, dtype=dtype, device=self.weight.device)
 
 
@@ -125,6 +128,8 @@ class FourBitLinear(_FourBit):
         most_rows = _ROWS_IN_FLOAT32_ON_AMD if is_slow else _ROWS_OF_ONE_KERNEL
         if x.numel() <= most_rows * self.in_features and self.in_features % self.block == 0:
             x = x.contiguous()
+            flops = 2 * x.numel() * self.out_features
+            report(LibraryWork("bitsandbytes.gemv_4bit", "matmul", flops, self.weight.nbytes, 0, 1, x.dtype))
             return x.new_empty((*x.shape[:-1], self.out_features))
         # Unpacked, and then shifted into a second tensor: both stay until the product is made.
         scales = self.whole_scales(), self.whole_scales()
@@ -172,6 +177,8 @@ class _EightBitProduct(_Product):
         if ctx.needs_input_grad[0]:
             ctx.kept_input = x  # as a plain attribute, as there: it stays until the graph is gone
         half = x.to(torch.float16)
+        flops = 2 * x.numel() * layer.out_features
+        report(LibraryWork("bitsandbytes.int8_product", "matmul", flops, layer.weight.nbytes, 0, 2, torch.int8))
         narrow = torch.empty_like(half, dtype=torch.int8)
         wide = torch.empty(*x.shape[:-1], layer.out_features, dtype=torch.int32, device=x.device)
         del half

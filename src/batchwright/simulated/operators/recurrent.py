@@ -11,7 +11,7 @@ out step by step, as with batch_first, while a call runs; and the gradient of th
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import groupby, pairwise
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from batchwright.simulated.operators.library_work import LibraryWork, report
 from batchwright.simulated.torch_patches.backend import NAME, simulated_device
 from batchwright.simulated.torch_patches.patches import Patch
 
@@ -196,6 +197,17 @@ def _made_by_step(like: torch.Tensor, width: int, batch_first: bool) -> torch.Te
     return like.new_empty_strided((batch, steps, width), (width, batch * width, 1))
 
 
+def _report(
+    name: str, x: torch.Tensor, rows: int, params: Sequence[torch.Tensor], *, batch_first: bool, times: int = 1
+) -> None:
+    """Tell what cuDNN computes: each token meets every weight, and each step of a layer waits for the one before."""
+    tokens = x.shape[:-1].numel()
+    steps = x.shape[1 if batch_first else 0] if x.dim() == 3 else tokens
+    weights = sum(weight.numel() for weight in params if weight.dim() == 2)
+    num_bytes = times * weights * steps * x.element_size()
+    report(LibraryWork(name, "recurrent", 2 * times * tokens * weights, num_bytes, 0, rows * steps, x.dtype))
+
+
 class _Recurrent(torch.autograd.Function):
     """What cuDNN makes and keeps; nothing is computed."""
 
@@ -226,6 +238,7 @@ class _Recurrent(torch.autograd.Function):
             reserve = x.new_empty(kept)
         ctx.save_for_backward(x, out, reserve, *states, *params)
         del copied
+        _report(f"cudnn.{kind}", x, rows, params, batch_first=batch_first)
         return (out, *after)
 
     @staticmethod
@@ -248,6 +261,7 @@ class _Recurrent(torch.autograd.Function):
         if not any(ctx.needs_input_grad[6 + ctx.num_states :]):
             return (*[None] * 5, *of_inputs, *[None] * len(params))
         copied = _by_step(x, ctx.batch_first)
+        _report("cudnn.backward", x, ctx.saved_tensors[3].shape[0], params, batch_first=ctx.batch_first, times=2)
         # The gradients of all weights are one piece, as the weights are; each parameter gets its part of it.
         flat = x.new_empty(sum(weight.numel() for weight in params))
         parts = flat.split([weight.numel() for weight in params])
