@@ -30,10 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 CATCH_ALLS = ("told", "said", "asked", "found", "made", "each", "there", "_why", "_when")
-OF_SCRIPTS = (
-    *("scripts/", "tuning/script_stages.py", "report/text/script_text.py", "trace/real_host.py"),
-    *("trace/checkpoints.py", "trace/host_weights.py", "trace/repeated_forwards.py", "trace/growing_forwards.py"),
-)
+OF_SCRIPTS = ("scripts/", "tuning/script_stages.py", "report/text/script_text.py", "trace/programs/")
 LARGEST_FOLDER_BUT_ROOT = "files in the largest folder"
 
 

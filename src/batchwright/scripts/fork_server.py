@@ -433,7 +433,7 @@ def _on_card(job: ScriptJob, watch: Watch) -> Iterator[Callable[[], PeakBytes | 
     from batchwright.memory.breakdown import break_down
     from batchwright.memory.on_card import card_named
     from batchwright.simulated.card import SimulatedCard
-    from batchwright.trace.real_host import program_on_card
+    from batchwright.trace.programs.real_host import program_on_card
 
     named = card_named(job.on, memory=job.limit_bytes)
     assert named is not None

@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from batchwright.simulated.torch_patches.backend import NAME
-from batchwright.trace.refusals import NotFollowedError
+from batchwright.trace.refused_operators import NotFollowedError
 
 if TYPE_CHECKING:
-    from batchwright.trace.values import KnownValues
+    from batchwright.trace.known_values import KnownValues
 
 _aten = torch.ops.aten
 _MAKE = _aten._sparse_coo_tensor_with_dims_and_tensors.default

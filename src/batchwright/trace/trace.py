@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 ADD = torch.ops.aten.add.Tensor
 _ENGINE: Any = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 # What stands between an operator and the `__torch_dispatch__` of a mode.
-_BETWEEN = ("torch/_dynamo/eval_frame.py", "torch/_compile.py", "trace/trace.py", "trace/real_host.py")
+_BETWEEN = ("torch/_dynamo/eval_frame.py", "torch/_compile.py", "trace/trace.py", "trace/programs/real_host.py")
 
 
 class EngineAdds:

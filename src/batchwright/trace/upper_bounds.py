@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from batchwright.trace.values import KnownValues, storage_key
+from batchwright.trace.known_values import KnownValues, storage_key
 
 _aten = torch.ops.aten
 # What gives back some of the numbers that it is given: among all its first arguments, or in the one at this place.

@@ -58,11 +58,11 @@ from batchwright.simulated.torch_patches.redirected_calls import (
     moving_parameters,
     put_into,
 )
-from batchwright.trace.checkpoints import checkpoints_of_the_card
 from batchwright.trace.host_batches import OutsideTensors
-from batchwright.trace.host_weights import HostWeights
+from batchwright.trace.programs.checkpoints import checkpoints_of_the_card
+from batchwright.trace.programs.host_weights import HostWeights
+from batchwright.trace.programs.repeated_forwards import RepeatedForwards
 from batchwright.trace.refused_operators import users_frame
-from batchwright.trace.repeated_forwards import RepeatedForwards
 from batchwright.trace.sparse_tensors import SparseTensors
 from batchwright.trace.trace import Trace
 from batchwright.trace.upper_bounds import UpperBounds

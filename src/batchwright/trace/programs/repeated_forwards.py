@@ -26,7 +26,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
-from batchwright.trace.growing_forwards import GrowingForwards, Parts, Use
+from batchwright.trace.programs.growing_forwards import GrowingForwards, Parts, Use
 
 if TYPE_CHECKING:
     from batchwright.simulated.allocator.segments import AllocatorCounters, Counter

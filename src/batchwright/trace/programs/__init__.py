@@ -1,0 +1,1 @@
+"""A whole program, unmodified, whose host is real and whose card is simulated."""
