@@ -160,19 +160,7 @@ def best_batch(
         bend=curve.bend,
         step_seconds=step,
         words=(),
-        in_micro_batches=(
-            soonest_on_line(
-                curve.critical,
-                step.fixed,
-                step.per_sample,
-                least=least,
-                most=most,
-                unit=micro * num_devices,
-                bend=curve.bend,
-            )
-            if micro
-            else None
-        ),
+        in_micro_batches=likely.soonest_multiple(micro * num_devices) if micro else None,
         run_seconds=run_seconds,
         run_cost=price * num_devices * run_seconds / 3600 if price and run_seconds else None,
         deadline_batch=curve.smallest_within(limit / steps) if limit and steps else None,

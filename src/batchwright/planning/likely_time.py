@@ -117,6 +117,20 @@ class LikelyTime:
         """Return that of some batches which loses least time on average."""
         return min(batches, key=lambda batch: (self._over_best(batch), batch))
 
+    def soonest_multiple(self, unit: int) -> int:
+        """Return the multiple of a number of samples that loses least time on average; the soonest itself if it is one.
+
+        >>> from batchwright.planning.times import fit_times
+        >>> curve = TimeToLoss(400.0, StepSeconds(fit_times({16: 0.12, 64: 0.24, 256: 0.72})))
+        >>> LikelyTime(curve, spread=0.5).soonest_multiple(16)
+        112
+        """
+        if self.soonest % unit == 0:
+            return self.soonest
+        first, last = math.ceil(self.curve.least / unit), max(self.curve.most // unit, 1)
+        counts = {case.soonest // unit + above for case in self.cases for above in (0, 1)}
+        return self.soonest_of({min(max(count, first), last) * unit for count in counts})
+
     def over_soonest(self, batch: float) -> float:
         """Return the time at a batch over that at the soonest, on average."""
         return self._over_best(batch) / self._over_best(self.soonest)
