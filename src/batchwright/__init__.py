@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from batchwright.tuning.tune import Tuned, tune
     from batchwright.workload import Workload
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Accumulator",
