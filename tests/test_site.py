@@ -67,8 +67,7 @@ def test_the_navigation_names_every_page(stage: ModuleType, staged: tuple[Path, 
         parts = entry.values() if isinstance(entry, dict) else entry
         return [place for part in parts for place in places(part)]
 
-    named = places(stage.navigation({**staged[1], "calculator.md": "# Calculator"}))
-    assert sorted(named) == sorted([*staged[1], "calculator.md"])
+    assert sorted(places(stage.navigation(staged[1]))) == sorted(staged[1])
 
 
 def test_the_calculators_page_is_whole_in_both_languages(tmp_path: Path) -> None:

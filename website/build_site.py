@@ -22,16 +22,10 @@ from build_calculator import build_calculator
 from check_site import find_problems
 from stage import ROOT, navigation, stage_pages
 
-CALCULATOR = """# Calculator
-
-Which micro-batch of a public model fits on which card? The calculator runs in the browser, by the very wheel that pip
-installs: no server, and it works offline once loaded.
-
-[Open the calculator](calculator/index.html){ .md-button .md-button--primary }
-[打开计算器](calculator/zh.html){ .md-button }
-
-It answers by formula, for models of the [catalogue](reference/cards.md); your own script is answered exactly by
-[`fit`](guide/fit.md), [`estimate`](guide/estimate.md) and [`tune`](guide/tune.md), also without a GPU.
+# In the repository there is no calculator to lead to; on the site its page does.
+BUTTONS = """
+[Open the calculator](../calculator/index.html){ .md-button .md-button--primary }
+[打开计算器](../calculator/zh.html){ .md-button }
 """
 
 
@@ -44,11 +38,12 @@ def main() -> int:
     stage = ROOT / "build" / "site"
     shutil.rmtree(stage, ignore_errors=True)
     pages = stage_pages(stage / "pages")
-    (stage / "pages" / "calculator.md").write_text(CALCULATOR, encoding="utf-8")
+    title, _, text = pages["guide/calculator.md"].partition("\n")
+    (stage / "pages" / "guide" / "calculator.md").write_text(f"{title}\n{BUTTONS}{text}", encoding="utf-8")
     build_calculator(stage / "pages" / "calculator", npm=options.npm)
     config = (ROOT / "website" / "mkdocs.yml").read_text(encoding="utf-8")
     config = config.replace("SOURCE", str(ROOT / "src")).replace("WEBSITE", str(ROOT / "website"))
-    nav = json.dumps(navigation({**pages, "calculator.md": CALCULATOR}), ensure_ascii=False)
+    nav = json.dumps(navigation(pages), ensure_ascii=False)
     (stage / "mkdocs.yml").write_text(f"{config}\nnav: {nav}\n", encoding="utf-8")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", str(stage / "mkdocs.yml")]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

@@ -121,6 +121,8 @@ def _missing(text: dict[Path, str], site: Path) -> list[str]:
     api = [page for file, page in text.items() if "/reference/api/" in file.as_posix()]
     commands = text[site / "reference" / "commands" / "index.html"]
     missing = [f"bw.{name} is on no page" for name in bw.__all__ if not any(f"bw.{name}" in page for page in api)]
+    if 'id="question"' not in (site / "calculator" / "index.html").read_text(encoding="utf-8"):
+        missing.append("calculator/index.html is not the calculator")
     return missing + [f"{name} {option} is on no page" for name, option in options() if option not in commands]
 
 

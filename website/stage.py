@@ -146,6 +146,7 @@ def navigation(pages: dict[str, str]) -> list[dict[str, object]]:
 
     def part(folder: str, first: tuple[str, ...] = ()) -> list[dict[str, str]]:
         places = sorted(place for place in pages if PurePosixPath(place).parent.as_posix() == folder)
+        places = [place for place in places if place != "guide/calculator.md"]
         ordered = [f"{folder}/{name}.md" for name in first if f"{folder}/{name}.md" in pages]
         return [
             {title_of(pages[place], place): place} for place in [*ordered, *(p for p in places if p not in ordered)]
@@ -155,7 +156,7 @@ def navigation(pages: dict[str, str]) -> list[dict[str, object]]:
     sources = sorted(place for place in pages if place.startswith("source/"))
     return [
         {"Home": [{"batchwright": "index.md"}, {"Start": "readme.md"}, {"All pages": "contents.md"}]},
-        {"Calculator": "calculator.md"},
+        {"Calculator": "guide/calculator.md"},
         {"Guide": part("guide", ("scripts", "tune", "estimate", "fit", "plan", "audit", "accumulate", "noise"))},
         {"Concepts": part("concepts/en", concepts)},
         {"Reference": [*part("reference", ("commands", "library")), {"API": part("reference/api", ("index",))}]},
