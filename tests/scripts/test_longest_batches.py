@@ -131,7 +131,7 @@ def test_a_large_batch_of_samples_that_are_alike_is_filled_up_with_copies_on_a_c
             model(x.to(sys.argv[1])).sum().backward(); optimizer.step()
     """
     (tmp_path / "rows.py").write_text(dedent(program).replace("WORKERS", str(num_workers)))
-    notes = "of each batch 512 samples were read: the others are as long, and were copied"
+    notes = "of each batch 128 samples were read: the others are as long, and were copied"
     on_card = estimate_script(Script(["rows.py", "cuda"], cwd=tmp_path), on="t4-16gb").run
     assert on_card.input_shapes == ((700, 8), (700, 8))
     assert on_card.notes == (notes,)

@@ -123,6 +123,14 @@ def test_the_peak_is_that_of_a_workload_of_the_same_step(tmp_path: Path) -> None
                 while (out[:, 1] > 0).sum() > 0: pass
                 out[kept].mean().backward(); optimizer.step()
         """,
+        "TorchScript, of functions and modules": """
+            @torch.jit.script
+            def gated(x: torch.Tensor) -> torch.Tensor:
+                return torch.tanh(x) * torch.sigmoid(x)
+            model = torch.jit.script(build()).cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            while True:
+                gated(model(torch.randn(8, 64).cuda())).mean().backward(); optimizer.step()
+        """,
         "sparse gradients and a sparse matrix": """
             tables = [nn.Embedding(100, 16, sparse=True).cuda(), nn.EmbeddingBag(100, 16, sparse=True).cuda()]
             head = nn.Linear(16, 1).cuda()

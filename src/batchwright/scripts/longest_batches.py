@@ -6,6 +6,7 @@ Promises:
   that may be read only once is still there for the program;
 - on a simulated card, where nobody needs their values, a large batch of samples that are equally long is filled up with
   copies of its first ones: reading 20,000 of them took longer than all else;
+- there, one worker reads one batch ahead, however many the program has: what is read beyond the cut is for nothing;
 - where the order cannot be changed (streams, samplers of batches), a note says that the first batches were probed.
 """
 
@@ -40,7 +41,7 @@ _AT_ONCE = 16
 # The head of the order: more samples than the windows of a probe hold.
 _MOST = 65_536
 # So many samples of a batch are read if the others are like them.
-_MOST_READ = 512
+_MOST_READ = 128
 
 
 class _Reader(DataLoader[Any]):
@@ -68,6 +69,8 @@ class LongestBatches:
             return
         self._seen.add(loader)
         self._num_seen += 1
+        if self._fills_up and loader.num_workers > 0:
+            loader.num_workers = loader.prefetch_factor = 1
         batches = loader.batch_sampler
         if isinstance(loader.dataset, IterableDataset):
             self._notes["a stream of samples cannot be reordered: its first batches were probed"] = None

@@ -202,6 +202,9 @@ class Probes:
         temporary = Path(self._folder.name, "tmp")
         temporary.mkdir(exist_ok=True)
         environment = {**os.environ, "TMPDIR": str(temporary), **dict(command.environment)}
+        if names_a_card(self.on):
+            # TorchScript runs its operators on real tensors only; torch itself has this word for leaving it out.
+            environment["PYTORCH_JIT"] = "0"
         paths = (str(Path(batchwright.__file__).parents[1]), environment.get("PYTHONPATH"))
         return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
