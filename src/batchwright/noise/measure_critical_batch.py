@@ -150,6 +150,18 @@ def steps_to(target: float, curve: Sequence[tuple[int, float]]) -> float | None:
     return None
 
 
+def averaged(curve: Sequence[tuple[int, float]], looks: int) -> Curve:
+    """Return the first look, which progress is measured from, and the mean of each so many in a row at the middle one.
+
+    >>> averaged([(0, 3.0), (10, 2.0), (20, 2.5), (30, 1.5), (40, 2.0)], 3)
+    [(0, 3.0), (20, 2.0), (30, 2.0)]
+    """
+    later = list(curve[1:])
+    number = min(looks, len(later))
+    rows = [later[first : first + number] for first in range(len(later) - number + 1)] if later else []
+    return [curve[0], *((row[number // 2][0], sum(loss for _, loss in row) / number) for row in rows)]
+
+
 def fit_branches(
     branches: Sequence[Branch], *, target: float, noise_scale: CriticalBatch | None
 ) -> MeasuredCriticalBatch | None:
@@ -217,6 +229,8 @@ class BranchRequest:
     rate: float | None = None
     """Instead of that."""
     target: float | None = None
+    looks: int = 1
+    """How many looks are averaged: one alone may be lucky, the more the higher the rate."""
     watches_noise: bool = False
 
 
@@ -256,7 +270,7 @@ class SeedBranches:
         if not curve or (request.watches_noise and scale is None):
             return None
         last, loss = curve[-1]
-        reached = request.target is not None and steps_to(request.target, curve) is not None
+        reached = request.target is not None and steps_to(request.target, averaged(curve, request.looks)) is not None
         return curve if reached or last >= request.most or not math.isfinite(loss) else None
 
     def train(self, request: BranchRequest, *, first_batch: int) -> Curve:
@@ -287,7 +301,9 @@ class SeedBranches:
                 if number % every and number != request.most:
                     continue
                 curve.append((number, self._judge(trained, judged)))
-                if not math.isfinite(curve[-1][1]) or (request.target is not None and curve[-1][1] <= request.target):
+                if not math.isfinite(curve[-1][1]):
+                    break
+                if request.target is not None and averaged(curve, request.looks)[-1][1] <= request.target:
                     break
             return curve
 
@@ -458,9 +474,17 @@ def tune_factor(guess: float, cost_of: Callable[[float, float], float]) -> float
     >>> round(tune_factor(1.0, lambda factor, least: abs(factor - 5)), 2)
     5.66
 
-    `cost_of` receives the least cost so far: what is beyond it need not be known.
+    `cost_of` receives the least cost so far: what is beyond it need not be known. While it is infinite, rates are halved.
+
+    >>> round(tune_factor(64.0, lambda factor, least: abs(factor - 5) if factor < 10 else math.inf), 2)
+    5.66
     """
     best, least = guess, cost_of(guess, math.inf)
+    for _ in range(_MOST_DOUBLINGS):  # a rate at which the loss grows has no neighbour that is better by a little
+        if math.isfinite(least):
+            break
+        guess = best = guess / 2
+        least = cost_of(best, math.inf)
     for step in (2.0, 0.5):
         factor = guess * step
         for _ in range(_MOST_DOUBLINGS):

@@ -4,8 +4,8 @@ Time is counted, not clocked: the steps that the measured step times allow. So a
 
 Promises:
 - all batches of a seed begin at the same weights and are judged on the same samples;
-- the learning rate of each batch is tuned on the first seed, from the rule's on;
-- a batch that has reached the loss of the middle one ends there; how much sooner it was is read off the two curves;
+- the learning rate of each batch is tuned on the first two seeds, from the rule's on;
+- all go to the loss that the first batch comes down to in that time; how much sooner one was is read off the curves;
 - seeds are added until it is clear: until every rival is ahead, behind or within 5 % with a chance of 80 %, or there
   are no more seeds;
 - only a rival that is clearly ahead replaces the middle batch; then the race is run around that one, twice at most;
@@ -27,6 +27,7 @@ from batchwright.noise.interval import student_t
 from batchwright.noise.measure_critical_batch import (
     BranchRequest,
     SeedBranches,
+    averaged,
     steps_or_more,
     steps_to,
     tune_factor,
@@ -52,12 +53,14 @@ _AHEAD = 0.97
 _MOST_MOVES = 2
 # A training goes to the horizon, or takes so many times as long as what was trained to measure.
 _LONGEST = 4
-_LAST_LOOKS = 5
+_LOOKS = 3
+"""That are averaged: a lucky one favours high rates."""
+_TUNED_ON = 2
 # Of the way to the horizon: as far as a race must go to speak for the run.
 _NEARLY = 0.8
 # Of the logarithm of steps: what differs from seed to seed until seeds tell, which counts as two of them, and what the
 # rates of two batches, each the best of a few on one seed, leave of a difference.
-_USUAL_SPREAD, _USUAL_COUNT, _RATES_APART = 0.15, 2, 0.06
+_USUAL_SPREAD, _USUAL_COUNT, _RATES_APART = 0.15, 2, 0.12
 # As long as a batch takes that is as good.
 _AS_GOOD = math.log(1.05)
 _EVALUATE_SAMPLES = 512
@@ -168,63 +171,67 @@ def race(
         ]
 
         factors: dict[int, float] = {}
+        first = middle
 
         def train(
-            run: SeedBranches,
-            batch: int,
-            goal: float | None = None,
-            *,
-            factor: float | None = None,
-            least: float = math.inf,
+            run: SeedBranches, batch: int, factor: float, goal: float | None = None, least: float = math.inf
         ) -> Sequence[tuple[int, float]]:
             steps = max(round(seconds / step.at(batch)), 1)
             most = min(steps, math.ceil(least)) if least < steps else steps
-            own = factors[batch] if factor is None else factor
-            request = BranchRequest(batch, steps, most, own, target=goal)
+            request = BranchRequest(batch, steps, most, factor, target=goal, looks=_LOOKS)
             if run.known(request) is None:
                 to = "" if goal is None else f" to a loss of {goal:.4g}"
-                progress(f"seed {run.seed}: batch {batch:,}, learning rate x {own:.3g}, {steps:,} steps{to}")
-            return run.train(request, first_batch=middle)
+                progress(f"seed {run.seed}: batch {batch:,}, learning rate x {factor:.3g}, {steps:,} steps{to}")
+            return averaged(run.train(request, first_batch=first), _LOOKS)
 
-        def goal_of(run: SeedBranches, centre: int) -> float:
-            curve = train(run, centre)
-            first, goal = curve[0][1], _loss_at_the_end(curve)
-            if not goal < first:
+        farthest = tune_factor(
+            factor_of(first),
+            lambda factor, least: sum(_lack_of_progress(train(run, first, factor)) for run in runs[:_TUNED_ON]),
+        )
+
+        def goal_of(run: SeedBranches) -> float:
+            """What the first batch comes down to, at the rate that takes it farthest."""
+            curve = train(run, first, farthest)
+            if not curve[-1][1] < curve[0][1]:
                 raise BatchwrightError(
-                    f"the loss of batch {centre:,} goes from {first:.4g} to {goal:.4g}: there is nothing to race.",
+                    f"the loss of batch {first:,} goes from {curve[0][1]:.4g} to {curve[-1][1]:.4g}: "
+                    "there is nothing to race.",
                     remedy="a longer race (more steps), or a learning rate at which the loss falls",
                 )
-            return goal
+            return curve[-1][1]
 
-        def tune_rate(batch: int, centre: int) -> None:
-            """Tune the rate of a batch on the first seed, from what the rule makes of the middle batch's."""
-            if batch in factors:
-                return
-            guess = factor_of(batch) * (factors[centre] / factor_of(centre) if factors else 1.0)
-            if batch == centre:
-                factors[batch] = tune_factor(
-                    guess, lambda factor, least: _lack_of_progress(train(runs[0], batch, factor=factor))
-                )
-                return
-            goal = goal_of(runs[0], centre)
-            factors[batch] = tune_factor(
-                guess,
-                lambda factor, least: steps_or_more(goal, train(runs[0], batch, goal, factor=factor, least=least)),
-            )
+        def tune_rate(batch: int) -> None:
+            """Tune the rate of a batch, the first one too, for the steps to the goal: all must be treated alike."""
+            guess = farthest * factor_of(batch) / factor_of(first)
+
+            def steps_at(factor: float, least: float) -> float:
+                total = 0.0
+                for run in runs[:_TUNED_ON]:
+                    goal = goal_of(run)
+                    total += steps_or_more(goal, train(run, batch, factor, goal, least - total))
+                    if total >= least:
+                        break
+                return total
+
+            if batch not in factors:
+                factors[batch] = tune_factor(guess, steps_at)
 
         def log_ratios(run: SeedBranches, centre: int, others: Sequence[int]) -> list[float]:
-            own, goal = train(run, centre), goal_of(run, centre)
-            curves = [(train(run, other, goal), step.at(other)) for other in others]
-            return [_log_ratio(goal, own, step.at(centre), curve, seconds_each) for curve, seconds_each in curves]
+            goal = goal_of(run)
+            own, *curves = (train(run, batch, factors[batch], goal) for batch in (centre, *others))
+            return [
+                _log_ratio(goal, own, step.at(centre), curve, step.at(other))
+                for curve, other in zip(curves, others, strict=True)
+            ]
 
         shown: dict[tuple[int, int], RacedSteps] = {}
-        tune_rate(middle, middle)
+        tune_rate(first)
         for _ in range(_MOST_MOVES + 1):
             others = sorted({min(whole(middle * 2), most), max(whole(middle / 2), 1)} - {middle})
             if not others:
                 raise InvalidInputError(f"there is no other batch to race {middle:,} against: at most {most:,} can be.")
             for other in others:
-                tune_rate(other, middle)
+                tune_rate(other)
             rows: list[list[float]] = []
             rivals: tuple[Rival, ...] = ()
             for run in runs:
@@ -312,13 +319,9 @@ def _seconds_to_race(
     return min(whole, longest), min(longest / whole, 1.0)
 
 
-def _loss_at_the_end(curve: Sequence[tuple[int, float]]) -> float:
-    """The least loss of a curve is luck; what it is at by the end, it reaches again, and so may others."""
-    return statistics.median(loss for _, loss in curve[-_LAST_LOOKS:])
-
-
 def _lack_of_progress(curve: Sequence[tuple[int, float]]) -> float:
-    decrease = curve[0][1] - _loss_at_the_end(curve)
+    """By where a curve ends: its least loss is luck."""
+    decrease = curve[0][1] - curve[-1][1]
     return 1 / decrease if decrease > 0 else math.inf
 
 
