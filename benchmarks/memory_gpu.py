@@ -46,9 +46,10 @@ def predict(case: Case) -> dict[str, Any]:
     assert case.build is not None
     start = time.process_time()
     card = SimulatedCard(find_card(case.card))
-    # A third micro-batch of a step finds what the second found.
-    accumulation = min(case.options.get("accumulation", 1), 2)
-    settings = StepSettings(case.shape, accumulation, case.options.get("clip_norm"))
+    # A third micro-batch of a step finds what the second found, unless a case says otherwise.
+    accumulation = min(case.options.get("accumulation", 1), case.options.get("distinct", 2))
+    devices = case.options.get("devices", 1)
+    settings = StepSettings(case.shape, accumulation, case.options.get("clip_norm"), devices=devices)
     steps = case.options.get("steps", DEFAULT_STEPS)
     torch.backends.cudnn.benchmark = bool(case.options.get("cudnn_benchmark", False))
     ran_out = False

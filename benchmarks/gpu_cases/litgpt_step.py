@@ -53,25 +53,33 @@ GEMMA_2_9B = Decoder(
 )
 
 
-def finetuning(model: Decoder, tuning: Tuning, *, name: str, length: int, longest_alone: bool = False) -> bw.Workload:
+def finetuning(
+    model: Decoder,
+    tuning: Tuning,
+    *,
+    name: str,
+    length: int,
+    longest_alone: bool = False,
+    wide_logits: bool = True,
+) -> bw.Workload:
     """Return a litgpt finetuning step on sequences of a length.
 
     `longest_alone`: only one sample is that long, so what the one before it left is not added to its peak.
+    `wide_logits`: Fabric casts what a model returns to the default type, so the cross entropy is in fp32.
     """
     return bw.Workload(
         model=lambda: build_gpt(model, tuning, length=length),
         batch=lambda n, seq_len: torch.randint(0, model.vocabulary, (n, seq_len)),
-        loss=partial(_loss, longest_alone=longest_alone),
+        loss=partial(_loss, longest_alone=longest_alone, wide_logits=wide_logits),
         optimizer=StateElsewhere if tuning.quantized else lambda params: torch.optim.AdamW(params, lr=2e-4),
         name=name,
     )
 
 
-def _loss(model: Any, tokens: torch.Tensor, *, longest_alone: bool) -> torch.Tensor:
+def _loss(model: Any, tokens: torch.Tensor, *, longest_alone: bool, wide_logits: bool) -> torch.Tensor:
     if longest_alone:
         hold(model, None)
-    # Fabric casts what a model returns to the default type, so the cross entropy is in fp32.
-    logits = [part.float() for part in model(tokens, _CHUNK)]
+    logits = [part.float() if wide_logits else part for part in model(tokens, _CHUNK)]
     hold(model, logits)
     logits[-1] = logits[-1][..., :-1, :]
     targets = tokens[..., 1:]

@@ -18,9 +18,11 @@ FAMILIES = (
     "hf_bert_large",
     "litgpt_config_hub",
     "litgpt_resource_tables",
+    "litgpt_sharded",
     "torchtune_llama",
     "segmentation_cnns",
     "segmentation_transformers",
+    "dense_detectors",
 )
 
 
