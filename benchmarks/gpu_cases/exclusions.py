@@ -12,7 +12,6 @@ _MEGATRON = "Megatron Core: its gradient buffers and optimizer over several rank
 _REASONS: tuple[tuple[str, str], ...] = (
     ("titan-t1-fsdp-torch-compile-float8", _FLOAT8),
     ("titan-t1-fsdp-torch-compile", _COMPILED),
-    ("titan-t1-fsdp", "FSDP2 over 8 ranks with per-operator selective checkpointing: no workload was written"),
     ("titan-t4", "FSDP, tensor parallelism, torch.compile and 8-bit products over 256 cards at once"),
     ("titan-t5", "pipeline, tensor and data parallelism over 512 cards: a schedule of stages is not traced"),
     ("titan-t6", "pipeline, tensor and context parallelism over 512 cards: a schedule of stages is not traced"),

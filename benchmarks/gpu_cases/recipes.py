@@ -20,6 +20,7 @@ FAMILIES = (
     "litgpt_resource_tables",
     "litgpt_sharded",
     "torchtune_llama",
+    "torchtitan_llama",
     "segmentation_cnns",
     "segmentation_transformers",
     "dense_detectors",

@@ -1,0 +1,146 @@
+"""torchtitan's Llama 3.1 8B over eight H100, eager (benchmarks/llama3_h100_202412_torchtitan.md, first row).
+
+FSDP2 by layers, parameters in bf16 and gradients reduced in fp32, the last layer not resharded after forward;
+selective checkpointing per operator (attention, and every second matrix product, are kept); AdamW; the loss in fp32
+over two sequences of 8,192; gradients clipped to a norm of 1.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import batchwright as bw
+from gpu_cases.recipes import Recipe
+
+_LAYERS, _WIDTH, _HEADS, _GROUPS, _MLP, _VOCABULARY = 32, 4096, 32, 8, 14336, 128256
+_SIZE = _WIDTH // _HEADS
+_LENGTH = 8192
+_aten = torch.ops.aten
+
+
+def recipes() -> dict[str, Recipe]:
+    """Return the recipe of the row that is not compiled."""
+    options = {"devices": 8, "clip_norm": 1.0, "doubt": "AdamW taken as fused, the default of the released toml"}
+    return {"titan-t1-fsdp": Recipe(training, 2, shape={"seq_len": _LENGTH}, options=options)}
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(_WIDTH, 1e-5), nn.RMSNorm(_WIDTH, 1e-5)
+        self.wq, self.wo = _linear(_WIDTH, _WIDTH), _linear(_WIDTH, _WIDTH)
+        self.wk, self.wv = (_linear(_WIDTH, _GROUPS * _SIZE) for _ in range(2))
+        self.w1, self.w3 = (_linear(_WIDTH, _MLP) for _ in range(2))
+        self.w2 = _linear(_MLP, _WIDTH)
+
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output, checkpointed by operator."""
+        made: torch.Tensor = checkpoint(
+            self._compute,
+            x,
+            turns,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=partial(create_selective_checkpoint_contexts, _EveryOther()),
+        )
+        return made
+
+    def _compute(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        h = x + self._attend(self.attention_norm(x), turns)
+        normed = self.ffn_norm(h)
+        out: torch.Tensor = h + self.w2(F.silu(self.w1(normed)) * self.w3(normed))
+        return out
+
+    def _attend(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (project(x).view(batch, length, -1, _SIZE) for project in (self.wq, self.wk, self.wv))
+        q, k = _turned(q, turns), _turned(k, turns)
+        k, v = (
+            each[:, :, :, None, :].expand(-1, -1, -1, _HEADS // _GROUPS, -1).reshape(batch, length, _HEADS, _SIZE)
+            for each in (k, v)
+        )
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: torch.Tensor = self.wo(attended.transpose(1, 2).contiguous().view(batch, length, -1))
+        return out
+
+
+class _EveryOther:
+    """The policy of one layer: attention is kept, and every second product."""
+
+    def __init__(self) -> None:
+        self.products = {False: 0, True: 0}
+
+    def __call__(self, context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if func is _aten.mm.default:
+            self.products[context.is_recompute] += 1
+            is_kept = self.products[context.is_recompute] % 2 == 1
+        else:
+            is_kept = func in (_aten._scaled_dot_product_flash_attention.default,)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Llama(nn.Module):
+    """The decoder, its head apart from its embedding."""
+
+    turns: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(_LAYERS))
+        self.norm, self.output = nn.RMSNorm(_WIDTH, 1e-5), _linear(_WIDTH, _VOCABULARY)
+        self.register_buffer("turns", torch.empty(_LENGTH, _SIZE // 2, dtype=torch.complex64), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        x = self.tok_embeddings(tokens)
+        turns = self.turns[: tokens.size(1)]
+        for layer in self.layers:
+            x = layer(x, turns)
+        logits: torch.Tensor = self.output(self.norm(x))
+        return logits
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def _turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    turned = torch.view_as_real(pairs * turns[None, :, None, :]).flatten(3)
+    return turned.type_as(x)
+
+
+def training() -> bw.Workload:
+    """Return a rank's step."""
+
+    def wrap(model: Any) -> nn.Module:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for number, layer in enumerate(model.layers):
+            fully_shard(layer, mp_policy=policy, reshard_after_forward=number < _LAYERS - 1)
+        fully_shard(model, mp_policy=policy, reshard_after_forward=True)
+        whole: nn.Module = model
+        return whole
+
+    def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        logits = model(tokens)
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+    return bw.Workload(
+        model=Llama,
+        batch=lambda n, seq_len: torch.randint(0, _VOCABULARY, (n, seq_len)),
+        loss=loss,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4, fused=True),
+        wrap=wrap,
+        name="llama-3.1-8b",
+    )
