@@ -301,3 +301,10 @@ def test_generation_is_one_window_with_its_cache(folder: Path) -> None:
     run = probe(folder, "generate.py")
     assert (run.end, run.windows, run.num_windows) == ("cut", "forwards", 2)
     assert run.input_shapes == ((4, 3), (4, 3))
+
+
+def test_a_run_goes_on_for_as_many_steps_as_are_asked_for(folder: Path) -> None:
+    with Probes(Script(["train.py"], cwd=folder, steps=4), "cpu") as probes:
+        assert probes.run(probes.script.command).num_windows == 4
+    with pytest.raises(InvalidInputError, match="steps"):
+        Script(["train.py"], steps=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -34,7 +35,7 @@ _MOVED = {
     **dict.fromkeys(("--seq-len", "--precision", "--optimizer", "--checkpointing", "--zero", "--tuning"), _NAMED),
 }
 
-_FOR_SCRIPTS = ("--on", "--memory", "--micro-batch", "--accumulation", "--shape", "--devices", "--max")
+_FOR_SCRIPTS = ("--on", "--memory", "--micro-batch", "--accumulation", "--shape", "--devices", "--max", "--steps")
 
 
 @click.command("estimate", cls=Command, moved=_MOVED)
@@ -48,6 +49,7 @@ _FOR_SCRIPTS = ("--on", "--memory", "--micro-batch", "--accumulation", "--shape"
 @shared("--accumulation", default=1)
 @click.option("--max", "find_max", is_flag=True, help="Find the largest micro-batch within --memory, or on the card.")
 @click.option("--what-if", is_flag=True, help="Also print what each change of the set-up would save.")
+@shared("--steps", default=None, help="Optimizer steps to train your own command for, until it is cut.  [default: 2]")
 @own_command()
 @shared("--json")
 @click.pass_context
@@ -55,7 +57,7 @@ def command(ctx: click.Context, /, target: str | Script, as_json: bool, **option
     """Predict the peak memory of a training step before it runs.
 
     TARGET is a workload: path.py:function or module:function. Behind -- stands your own command instead: it runs
-    unmodified until its second optimizer step. For a model by name, use `recommend`.
+    unmodified until its second optimizer step (or --steps). For a model by name, use `recommend`.
 
     \b
     batchwright estimate train.py:workload --micro-batch 8
@@ -68,10 +70,16 @@ def command(ctx: click.Context, /, target: str | Script, as_json: bool, **option
     """
     typed = typed_options(ctx)
     target = settle_target(ctx, target, options, for_scripts=_FOR_SCRIPTS)
+    steps = options.pop("steps")
     if not isinstance(target, str):
-        answer = _run_script(target, options, typed)
+        script = target if steps is None else replace(target, steps=steps)
+        answer = _run_script(script, options, typed)
         print_result(answer, as_json=as_json)
         return int(not answer.fits)
+    if steps is not None:
+        raise InvalidInputError(
+            "--steps is for a command of your own: a workload is one step.", remedy="-- python train.py"
+        )
     is_workload = ":" in target or target.endswith(".py")
     answer = _trace(target, options, typed) if is_workload else _use_formula(target, options["micro_batch"], typed)
     print_result(answer, as_json=as_json)

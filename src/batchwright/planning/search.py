@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import chain, cycle, repeat
 
 # A look costs the same at any size, so the flat start is crossed in such strides.
 STRIDE = 16
@@ -303,8 +303,9 @@ def by_exact_peaks(cap: int, limit: int) -> Generator[int, Seen, None]:
     bounds = Bounds(cap)
     tensors: dict[int, int] = {}
     reserved: dict[int, int] = {}
-    # The middle comes in now and then, so that no curve can make the others creep.
-    by_tensors, by_reserved = cycle((find_crossing, meet_lines, halve)), cycle((find_crossing, halve))
+    # The middle comes in now and then, so that no curve can make the others creep. What is reserved is no line near the
+    # limit, where the allocator gives back what it has cached: after one try only the middle is left.
+    by_tensors, by_reserved = cycle((find_crossing, meet_lines, halve)), chain((find_crossing,), repeat(halve))
     size = 1
     while bounds.high - bounds.low > max(1, bounds.low // _FINEST):
         seen = yield size

@@ -11,7 +11,7 @@ from batchwright.fitting.request import FitRequest
 from batchwright.printed_result import PrintedResult
 from batchwright.scripts.command import ACCUMULATION, MICRO_BATCH
 from batchwright.scripts.fit_script import fit_script
-from batchwright.scripts.probe import DEFAULT_WINDOWS, Probes
+from batchwright.scripts.probe import Probes
 from batchwright.scripts.recognise import with_recognised_options
 from batchwright.scripts.script_run import OUT_OF_MEMORY, ScriptRun
 from batchwright.units import parse_bytes
@@ -99,7 +99,7 @@ def estimate_script(
     with Probes(script, place, devices=devices) as probes:
         script, notes = with_recognised_options(probes, wanted, shape=shape, say=say)
         command = script.at(micro_batch, accumulation=accumulation, shape=shape)
-        say(f"running {command} until optimizer step {DEFAULT_WINDOWS}")
+        say(f"running {command} until optimizer step {script.steps}")
         run = probes.run(command, limit_bytes=limit_bytes)
     run = replace(run, notes=(*notes, *run.notes))
     source = "predicted" if names_a_card(place) else "measured"

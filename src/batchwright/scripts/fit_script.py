@@ -130,7 +130,7 @@ class ScriptProber:
 
     def _check_that_all_are_received(self, micro_batch: int, runs: Mapping[int, ScriptRun]) -> None:
         """Raise if the model's inputs followed the size, and now stay behind: a program may slice its own data."""
-        received = {size: run.batch_size or 0 for size, run in runs.items() if size > 1}
+        received = {size: run.batch_size or 0 for size, run in runs.items() if size > 1 or run.batch_size == 1}
         smaller = [size for size in received if size < micro_batch]
         per_sample = {received[size] / size for size in smaller}
         if (

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from batchwright.scripts.script import Script
 
-DEFAULT_WINDOWS = 2
 # Longer than the program's own limit: the child writes what it saw and leaves by itself.
 _GRACE_SECONDS = 30.0
 # What a program that fails is given to fail without a hook in it.
@@ -65,7 +64,7 @@ class Probes:
         self,
         command: UserCommand,
         *,
-        num_windows: int = DEFAULT_WINDOWS,
+        num_windows: int | None = None,
         limit_bytes: int | None = None,
         measure: str = "",
         tolerated: Collection[str] = (),
@@ -75,7 +74,7 @@ class Probes:
         Ends that are `tolerated` are returned like a cut.
         """
         check_program(command, Path(self.script.cwd))
-        job = self._job(command, num_windows, limit_bytes, measure)
+        job = self._job(command, num_windows or self.script.steps, limit_bytes, measure)
         run = self._run_on_card(job, command) if names_a_card(self.on) else self._run(job, command)
         if command.num_processes > 1 and not names_a_card(self.on):
             text = f"of {command.num_processes} processes that {command.launcher} starts one was run, alone"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
 from batchwright.scripts.command import ACCUMULATION, MICRO_BATCH, UserCommand, read_command
+from batchwright.units import whole_number
 from batchwright.workload import Program
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Script(Program):
         batch_option: the option that sets the micro-batch, if no word has {micro_batch}: `--batch-size`, or
             `train.batch_size=` for an override.
         accumulation_option: likewise for the accumulation.
+        steps: optimizer steps of a run until it is cut (forwards, if it only evaluates).
         seconds: the longest that one run may take.
         show_output: show what the program prints, on stderr.
 
@@ -46,6 +48,10 @@ class Script(Program):
     accumulation_option: str | None = None
     seconds: float = 600.0
     show_output: bool = False
+    steps: int = 2
+
+    def __post_init__(self) -> None:
+        whole_number(self.steps, "steps")
 
     @property
     def command(self) -> UserCommand:
