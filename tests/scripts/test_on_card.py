@@ -327,6 +327,19 @@ def test_a_program_that_is_too_large_runs_out_there(tmp_path: Path) -> None:
     assert "runs out of memory on a100-40gb" in str(seen)
 
 
+def test_the_last_of_many_micro_batches_are_not_followed_and_the_peak_is_that_of_two(tmp_path: Path) -> None:
+    program = """
+        model = build().cuda(); optimizer = torch.optim.Adam(model.parameters())
+        while True:
+            for _ in range(int(sys.argv[1])):
+                model(torch.randn(8, 64).cuda()).square().mean().backward()
+            optimizer.step(); optimizer.zero_grad()
+    """
+    of_two, of_nine = run(tmp_path, program, "2").run, run(tmp_path, program, "9").run
+    assert (of_nine.num_windows, len(of_nine.input_shapes), of_nine.backwards_per_window) == (1, 12, (9,))
+    assert of_nine.peak_bytes == of_two.peak_bytes
+
+
 def test_an_evaluation_that_repeats_itself_is_not_followed_to_its_end(tmp_path: Path) -> None:
     program = """
         model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -442,7 +442,7 @@ def _on_card(job: ScriptJob, watch: Watch) -> Iterator[Callable[[], PeakBytes | 
         watch.enter_phase = trace.phase
         trace.phase("build")
         watch.saw_model, watch.saw_optimizer = trace.see_model, trace.optimizers.append
-        watch.run_forward = trace.forwards.run
+        watch.run_forward, watch.cuts_repeats = trace.forwards.run, True
 
         def peak() -> PeakBytes:
             watch.num_made_up = trace.num_made_up

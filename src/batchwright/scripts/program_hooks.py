@@ -40,6 +40,8 @@ _WINDOWS_BEFORE_ZEROED = 1
 _STEPS_AHEAD = 4
 # So many steps more are waited for a whole batch, if the last one was what was left of the data.
 _STEPS_FOR_A_WHOLE_BATCH = 2
+# On a simulated card the last window of many micro-batches is cut after so many: the others are like them.
+_ENOUGH_MICRO_BATCHES = 3
 _MOST_SHAPES = 512
 _MOST_OPTIONS = 64
 
@@ -103,6 +105,8 @@ class Watch:
         self._trained_loader: tuple[int, int] | None = None
         self.notes: dict[str, None] = {}
         self.num_made_up = 0
+        # Whether a window that repeats the one before it is cut short: where it shows nothing new.
+        self.cuts_repeats = False
         self.enter_phase: Callable[[str], object] = lambda _: None
         self.finish: Callable[[], object] = lambda: None
         self.longest: LongestBatches | None = None
@@ -197,6 +201,16 @@ class Watch:
         ):
             self.finish()
 
+    def _cut_repeats(self) -> None:
+        """End the last window if it has gone on like the one before: weights, states and gradients are all there."""
+        if len(self._steps) != 1 or self.num_steps != self._wanted - 1 or self._is_one_to_come():
+            return
+        seen, whole = self._num_backwards - self._backwards_at[-1], self._backwards_at[-1] - self._backwards_at[-2]
+        if whole > seen >= _ENOUGH_MICRO_BATCHES and self._largest_of_window >= self._largest_batch:
+            text = f"the last optimizer step was cut after {seen} of its {whole} backwards: those before were like them"
+            self.notes[text] = None
+            self.finish()
+
     def _is_one_to_come(self) -> bool:
         """Whether an optimizer has not stepped yet whose weights no other one updates."""
         begun = [optimizer for optimizer in self._made if id(optimizer) in self._steps]
@@ -278,6 +292,8 @@ class Watch:
             finally:
                 self._is_in_backward = False
                 self.enter_phase("batch")
+                if self.cuts_repeats and self._measure is None:
+                    self._cut_repeats()
 
         def derived(*args: Any, **kwargs: Any) -> Any:
             was, self._is_in_backward = self._is_in_backward, True
