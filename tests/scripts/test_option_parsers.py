@@ -38,6 +38,24 @@ def test_argparse_by_the_longest_name() -> None:
     assert options == {"--batch-size": 8}
 
 
+def test_a_number_that_the_program_makes_of_a_word_itself() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--bs", default="512")
+    with seen() as options:
+        parser.parse_args([])
+    assert options == {"--bs": 512}
+
+
+def test_absl_with_its_defaults() -> None:
+    flags = pytest.importorskip("absl.flags")
+    values = flags.FlagValues()
+    flags.DEFINE_integer("batch_size", 32, "", flag_values=values)
+    flags.DEFINE_string("batch_kind", "even", "", flag_values=values)
+    with seen() as options:
+        values(["train.py"])
+    assert options == {"--batch_size": 32}
+
+
 def test_click_by_what_it_was_given() -> None:
     @click.command()
     @click.option("--bs", default=8)

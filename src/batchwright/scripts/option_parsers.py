@@ -1,7 +1,7 @@
 """The options that a program reads, by whatever parser: names as they are typed, with the whole numbers they have.
 
 Promises:
-- argparse and what is built on it (HfArgumentParser), jsonargparse, tyro, click and Hydra are seen; a parser that is
+- argparse and what is built on it (HfArgumentParser), jsonargparse, tyro, click, Hydra and absl are seen; a parser that is
   not installed costs nothing;
 - a name is the one to type: `--data.batch_size`, `--per_device_train_batch_size`, or `train.batch_size=` for Hydra.
 """
@@ -26,6 +26,8 @@ def seeing_options(note: Note) -> Iterator[tuple[Any, str, Any]]:
     """Yield what to replace, so that `note(name, value)` hears of every option that has to do with a batch."""
 
     def noting(name: str, value: Any) -> None:
+        if isinstance(value, str) and value.isdecimal():
+            value = int(value)  # a program may make a number of it itself
         if isinstance(value, int) and not isinstance(value, bool) and is_about_batches(name):
             note(name, value)
 
@@ -34,6 +36,7 @@ def seeing_options(note: Note) -> Iterator[tuple[Any, str, Any]]:
     yield from _tyro(noting)
     yield from _click(noting)
     yield from _hydra(noting)
+    yield from _absl(noting)
 
 
 def _argparse(note: Note) -> Iterator[tuple[Any, str, Any]]:
@@ -42,8 +45,7 @@ def _argparse(note: Note) -> Iterator[tuple[Any, str, Any]]:
     def parsed(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         space, rest = parse(parser, *args, **kwargs)
         for action in parser._actions:
-            if isinstance(getattr(space, action.dest, None), int):
-                note(max(action.option_strings, key=len, default=action.dest), getattr(space, action.dest))
+            note(max(action.option_strings, key=len, default=action.dest), getattr(space, action.dest, None))
         return space, rest
 
     yield argparse.ArgumentParser, "parse_known_args", parsed
@@ -110,6 +112,21 @@ def _hydra(note: Note) -> Iterator[tuple[Any, str, Any]]:
         place for place in list(sys.modules.values()) if getattr(place, "__dict__", {}).get("run_job") is run_job
     ]:
         yield place, "run_job", run
+
+
+def _absl(note: Note) -> Iterator[tuple[Any, str, Any]]:
+    kind: Any = getattr(sys.modules.get("absl.flags"), "FlagValues", None)
+    if kind is None:
+        return
+    parse = kind.__call__
+
+    def parsed(flags: Any, argv: Any, *args: Any, **kwargs: Any) -> Any:
+        rest = parse(flags, argv, *args, **kwargs)
+        for name, value in flags.flag_values_dict().items():
+            note(f"--{name}", value)
+        return rest
+
+    yield kind, "__call__", parsed
 
 
 def _flat(values: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
