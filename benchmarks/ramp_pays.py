@@ -1,6 +1,6 @@
 """Does a run whose batch rises with the critical batch get there sooner than the best fixed batch?
 
-    python benchmarks/ramp_pays.py --cache FOLDER        after benchmarks/recommendation.py grid, in the same folder
+    python benchmarks/ramp_pays.py --cache FOLDER        by the grids of benchmarks/recommendation.py
 
 A run begins at the best batch of the grid for the early loss, rounded to micro-batches, with its tuned learning rate;
 `BatchRamp` doubles it as it sees fit, up to twice the best batch for the late loss, and scales the rate. Judged is the
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from recommendation import GRID, Cache, Grid, make_grid, rate_of
+from recommendation import GRID, Cache, Grid, make_grid, rate_of, read_grids
 from recommendation_grid import SEEDS, SMOOTHED, SPACING, torch_optimizers
 from recommendation_tasks import FOR_CONSTANTS, HELD_OUT, JUDGED, loss_of
 
@@ -86,9 +86,10 @@ def main() -> int:
     torch.set_num_threads(1)
     print("| task | best fixed batch | the ramp's batches (first seed) | its time over that of the best fixed batch |")
     print("|---|---|---|---|")
+    known = read_grids()
     named = {task.name: task for task in (*JUDGED, *FOR_CONSTANTS)}
     for task in (named[name] for name in options.tasks):
-        grid = make_grid(task, Cache(options.cache / f"{task.name}.jsonl"))
+        grid = make_grid(task, Cache(options.cache / f"{task.name}.jsonl", known.get(task.name)))
         best, limit = best_fixed(grid, "late", options.cost)
         runs = [ramped(task, grid, options.cost, seed) for seed in range(SEEDS)]
         times = [seconds for seconds, _ in runs if seconds is not None]

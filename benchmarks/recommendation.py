@@ -2,14 +2,17 @@
 
     python benchmarks/recommendation.py grid --tasks JUDGED        steps to two losses at every batch, rates tuned
     python benchmarks/recommendation.py judge --tasks JUDGED       what tune says of them, and the tables
+    python benchmarks/recommendation.py pack                       the grids in --cache become those of the repository
 
-Every finished piece is kept in --cache, and a second run goes on from there. `--tasks CONSTANTS` does the same for the
-tasks by which constants were chosen; names of tasks do too.
+Grids that are in the repository (data/recommendation_grids.jsonl.gz) are not trained again, unless with --anew. Every
+finished piece is kept in --cache, and a second run goes on from there. `--tasks CONSTANTS` does the same for the tasks
+by which constants were chosen; names of tasks do too.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 import platform
@@ -50,13 +53,18 @@ PATIENCE = 24
 MOST_TURNS = 5
 
 
-class Cache:
-    """What is finished, one JSON object per line."""
+GRIDS = Path(__file__).parent / "data" / "recommendation_grids.jsonl.gz"
+"""One line per piece: task, key, what was found."""
 
-    def __init__(self, path: Path) -> None:
+
+class Cache:
+    """What is finished, one JSON object per line, and what was known before."""
+
+    def __init__(self, path: Path, before: dict[str, Any] | None = None) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._known: dict[str, Any] = dict(map(json.loads, path.read_text().splitlines() if path.exists() else []))
+        lines = path.read_text().splitlines() if path.exists() else []
+        self._known: dict[str, Any] = {**(before or {}), **dict(map(json.loads, lines))}
 
     def get(self, key: str, make: Callable[[], Any]) -> Any:
         """Return what is known under the key, or make it and keep it."""
@@ -67,6 +75,29 @@ class Cache:
                 file.write(json.dumps([key, self._known[key]]) + "\n")
             print(f"{self._path.stem}: {key} ({time.process_time() - begin:.0f} s)", file=sys.stderr, flush=True)
         return self._known[key]
+
+
+def read_grids() -> dict[str, dict[str, Any]]:
+    """Return the grids of the repository, by task."""
+    grids: dict[str, dict[str, Any]] = {}
+    with gzip.open(GRIDS, "rt") as file:
+        for line in file:
+            task, key, found = json.loads(line)
+            grids.setdefault(task, {})[key] = found
+    return grids
+
+
+def pack_grids(folder: Path) -> None:
+    """Write the grids of a cache, as far as they are finished, into the repository."""
+    with gzip.GzipFile(GRIDS, "wb", mtime=0) as file:
+        for path in sorted(folder.glob("*.jsonl")):
+            if path.stem.endswith(".asked"):
+                continue
+            for key, found in map(json.loads, path.read_text().splitlines()):
+                rounded = [[[x and float(f"{x:.4g}") for x in seed] for seed in rate] for rate in found["losses"]]
+                line = [path.stem, key, {"steps": found["steps"], "losses": rounded}]
+                file.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
+    print(f"{GRIDS}: {GRIDS.stat().st_size:,} bytes")
 
 
 # --- the grid
@@ -359,12 +390,14 @@ def race_at(task: Task, name: str, cost: int, grid: Grid, cache: Cache) -> dict[
     return recommendation
 
 
-def judge_task(task: Task, grid: Grid, asked: Cache, ways: Sequence[str]) -> list[dict[str, Any]]:
+def judge_task(
+    task: Task, grid: Grid, asked: Cache, ways: Sequence[str], costs: Sequence[int] = COSTS
+) -> list[dict[str, Any]]:
     rows = []
     for name in grid.losses:
         own = fitted_critical(grid, name)
         for way in ways:
-            for cost in COSTS:
+            for cost in costs:
                 row: dict[str, Any] = {"task": task.name, "loss": name, "way": way, "cost": cost, "critical": own}
                 if way == "the grid's own":
                     row["batch"] = math.sqrt(cost * own)
@@ -383,7 +416,7 @@ def judge_task(task: Task, grid: Grid, asked: Cache, ways: Sequence[str]) -> lis
                     row["raw"] = said["critical_batch"] and said["critical_batch"]["value"]
                     if said["learning_rate"]:
                         row["rate"] = said["learning_rate"]["recommended"] / tuned_rate(task, grid, name, row["batch"])
-                    if said["critical_batch"] and cost == COSTS[0]:
+                    if said["critical_batch"] and cost == costs[0]:
                         verdict = judge(CriticalBatch.from_dict(said["critical_batch"]), DEFAULT)
                         saved = 1 - grid.best(name, 2 * DEFAULT)[1] / grid.best(name, DEFAULT)[1]
                         saves = verdict.doubling_saves
@@ -422,23 +455,29 @@ def print_judgement(rows: Sequence[dict[str, Any]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("grid", "judge", "rows"))
+    parser.add_argument("what", choices=("grid", "judge", "rows", "pack"))
     parser.add_argument("--tasks", nargs="+", default=["JUDGED"])
     parser.add_argument("--ways", nargs="+", default=[way for way in WAYS if way != "race"], choices=WAYS)
+    parser.add_argument("--costs", nargs="+", type=int, default=list(COSTS))
+    parser.add_argument("--anew", action="store_true", help="train grids that are in the repository, too")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "batchwright-recommendation"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"Python {platform.python_version()}, torch {torch.__version__}, one thread")
+    if options.what == "pack":
+        pack_grids(options.cache)
+        return 0
+    known = {} if options.anew or not GRIDS.exists() else read_grids()
     groups = {"JUDGED": JUDGED, "CONSTANTS": FOR_CONSTANTS}
     rows: list[dict[str, Any]] = []
     named = {task.name: (task,) for task in (*JUDGED, *FOR_CONSTANTS)}
     for task in [task for name in options.tasks for task in {**groups, **named}[name]]:
-        cache = Cache(options.cache / f"{task.name}.jsonl")
+        cache = Cache(options.cache / f"{task.name}.jsonl", known.get(task.name))
         grid = make_grid(task, cache)
         print_grid(task, grid)
         if options.what != "grid":
             asked = Cache(options.cache / f"{task.name}.asked.jsonl")
-            rows += judge_task(task, grid, asked, options.ways)
+            rows += judge_task(task, grid, asked, options.ways, options.costs)
     for row in rows if options.what == "rows" else ():
         print(json.dumps(row))
     if rows:

@@ -83,6 +83,26 @@ def test_the_critical_batch_is_carried_on_to_the_horizon_and_the_answer_says_unt
     assert "10 times what was trained, as no horizon was given" in once["words"]  # the data holds less
 
 
+def test_a_horizon_that_was_passed_is_told() -> None:
+    noise = {"critical_batch": CRITICAL, "effective_batch": 64, "course": course()}
+    passed, ahead = (advised(by_hand(noise=noise), samples=samples)["notes"] for samples in (6_400, 64_000))
+    told = "the horizon was passed while the noise was measured, after 100 steps"
+    assert any(note.startswith(told) for note in passed)
+    assert not any(note.startswith(told) for note in ahead)
+
+
+def test_one_sentence_says_what_to_use_what_is_as_good_and_what_would_change_it() -> None:
+    sure = {**CRITICAL, "low": 390.0, "high": 410.0, "evidence": "given"}
+    known = advised(by_hand(noise={"critical_batch": sure, "effective_batch": 64}))
+    first, last = known["range_within_5_percent"]
+    start = f"use {known['effective_batch']} samples per step; {first} to {last} are as good; "
+    assert known["in_short"].startswith(start)
+    assert "twice the devices (" in known["in_short"]
+    assert "with a chance of" in advised()["in_short"]
+    assert "branches, a race" in advised()["in_short"]
+    assert "for want of a measurement" in advised(by_hand(noise={"skipped": "as asked"}))["in_short"]
+
+
 def test_what_branches_found_grows_with_the_noise_scale_to_the_horizon() -> None:
     noise = {"critical_batch": CRITICAL, "effective_batch": 64, "course": course()}
     found = {**CRITICAL, "value": 300.0, "low": 250.0, "high": 360.0, "evidence": "branches"}

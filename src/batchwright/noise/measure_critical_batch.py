@@ -474,7 +474,7 @@ def tune_factor(guess: float, cost_of: Callable[[float, float], float]) -> float
     >>> round(tune_factor(1.0, lambda factor, least: abs(factor - 5)), 2)
     5.66
 
-    `cost_of` receives the least cost so far: what is beyond it need not be known. While it is infinite, rates are
+    `cost_of` receives the least cost so far: what is beyond it need not be known. While it is infinite, the factor is
     halved.
 
     >>> round(tune_factor(64.0, lambda factor, least: abs(factor - 5) if factor < 10 else math.inf), 2)

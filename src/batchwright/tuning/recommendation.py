@@ -26,7 +26,7 @@ from batchwright.tuning.run_file import Measured, Run
 from batchwright.units import LARGEST_COUNT, counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from batchwright.tuning.tune import TuneRequest
 
@@ -126,6 +126,7 @@ def advise_run(run: Run, request: TuneRequest) -> None:
         "seconds_per_step": seconds,
         "samples_per_second": None if seconds is None else split.effective_batch / seconds,
         "time_to_target": trace_curve(choice),
+        "in_short": _in_short(choice, changes),
         "reasons": list(choice.reasons),
         "assumes": list(choice.assumes),
         "changes": [asdict(change) for change in changes],
@@ -134,7 +135,7 @@ def advise_run(run: Run, request: TuneRequest) -> None:
             text
             for text in (
                 why_not,
-                _far(horizon),
+                _way_to(horizon),
                 used.note,
                 _no_rate(measured, rate),
                 _poor_line(measured),
@@ -413,13 +414,39 @@ def _no_rate(measured: Measured, rate: RecommendedRate | None) -> str:
     return f"the learning rate is left as it is: {reason}"
 
 
-def _far(horizon: Horizon | None) -> str:
-    if horizon is None or horizon.times_trained < _FAR:
+def _way_to(horizon: Horizon | None) -> str:
+    """What is special about a horizon that is far beyond what was trained, or before its end."""
+    if horizon is None or 1 <= horizon.times_trained < _FAR:
         return ""
+    if horizon.times_trained < 1:
+        reached = f"after {counted(round(horizon.steps), 'step')}"
+        return (
+            f"the horizon was passed while the noise was measured, {reached}: the answer is for a run that ends there"
+        )
     times = figure(horizon.times_trained)
     return (
-        f"the horizon is {times} times as far as what was trained: the critical batch is carried on to it by its trend"
+        f"the horizon is {times} times as far as what was trained: the critical batch is carried on to it as it grew "
+        "on other tasks"
     )
+
+
+def _in_short(choice: Choice, changes: Sequence[Change]) -> str:
+    """Say in one sentence what to use, what is as good, and what would change it."""
+    batch, likely = choice.plan.effective_batch, choice.likely
+    use = f"use {counted(batch, 'sample')} per step"
+    if likely is None:
+        return f"{use} for want of a measurement: the critical batch and the time of a step would make it a choice"
+    good = likely.as_good
+    if good is None:
+        chance = f"{likely.chance(batch):.0%}".replace("%", " %")
+        return (
+            f"{use}, which is within 5 % of the soonest with a chance of {chance}, so that no range is as good; a "
+            "better known critical batch (branches, a race) would change it most"
+        )
+    as_good = "nothing else is as good" if good[0] == good[1] else f"{good[0]:,} to {good[1]:,} are as good"
+    larger = [change for change in changes if change.effective_batch and change.effective_batch > good[1]]
+    others = " and ".join(f"{change.change} ({change.effective_batch:,})" for change in larger)
+    return f"{use}; {as_good}; {f'{others} or ' if others else ''}another horizon would change it"
 
 
 def _poor_line(measured: Measured) -> str:

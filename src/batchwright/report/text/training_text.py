@@ -294,6 +294,8 @@ def tuned_remarks(tuned: Tuned) -> Iterator[str]:
     run = tuned.run
     advised = run["recommendation"]
     if "skipped" not in advised:
+        if "in_short" in advised:  # a run of an older version has none
+            yield f"in short: {advised['in_short']}."
         if "command" in advised:
             yield f"type: {advised['command']}"
         rate = advised["learning_rate"]
