@@ -150,6 +150,14 @@ def check_data_has_no_shape(workload: Workload, shape: Mapping[str, Any]) -> Non
         )
 
 
+class SamplesChosen:
+    """A dataset that says itself which samples make a batch."""
+
+    def choose(self, micro_batch: int) -> list[Any]:
+        """Return the samples of a batch."""
+        raise NotImplementedError
+
+
 def _batch_from_data(workload: Workload, micro_batch: int, shape: Mapping[str, Any]) -> Any:
     check_data_has_no_shape(workload, shape)
     data = workload.data
@@ -158,6 +166,9 @@ def _batch_from_data(workload: Workload, micro_batch: int, shape: Mapping[str, A
             f"asked for {counted(micro_batch, 'sample')}, but data= holds {counted(len(data), 'sample')}.",
             remedy=f"a micro-batch of at most {len(data)}" if len(data) else "a dataset that is not empty",
         )
+    if isinstance(data, SamplesChosen):
+        samples = data.choose(micro_batch)
+        return default_collate(samples) if workload.collate is None else workload.collate(samples)
     # The loader that training would use; it draws a seed, which needs a real value, so the trace collates by hand.
     if detect_fake_mode() is None:
         return next(iter(DataLoader(data, batch_size=micro_batch, collate_fn=workload.collate)))

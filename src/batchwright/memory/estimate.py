@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchwright.catalogue.cards import Card, all_cards, communication_bytes, tell_context
+from batchwright.device.epochs import LargestBatches
 from batchwright.device.step import StepSettings
 from batchwright.errors import InvalidInputError, NothingFitsError
 from batchwright.memory.breakdown import Breakdown, break_down, parts_at_the_same_moment, what_if_savings
@@ -69,6 +70,7 @@ def estimate(
     memory: str | int | None = None,
     context: str | int | None = None,
     find_max: bool = False,
+    over: int | None = None,
     devices: int = 1,
     allocator: str | AllocatorSettings | None = None,
     snapshot: str | Path | None = None,
@@ -105,6 +107,8 @@ def estimate(
     - `context`: what CUDA and its libraries take of a card on your machine, such as "1.2GiB": what nvidia-smi shows of
       a process less torch.cuda.memory_reserved(). Default: the catalogue's, from public reports.
     - `find_max`: search the largest micro-batch that fits on the card, likewise.
+    - `over`: where samples of `data=` differ in size, take the largest of so many random batches, such as those of an
+      epoch, for the batch. Default: the first samples.
     - `devices`: simulate one of N ranks of a card: the workload's `wrap` runs over a process group that sends
       nothing.
     - `allocator`: a card's settings as PYTORCH_ALLOC_CONF has them.
@@ -119,6 +123,7 @@ def estimate(
             for name, value, default in (
                 ("clip_norm", clip_norm, None),
                 ("context", context, None),
+                ("over", over, None),
                 ("routing", routing, "balanced"),
                 ("allocator", allocator, None),
                 ("snapshot", snapshot, None),
@@ -159,6 +164,14 @@ def estimate(
         )
     if context is not None and calibrate is not None:
         raise InvalidInputError("a recorded run tells the context, so context= is left out.", remedy="calibrate= alone")
+    if over is not None:
+        if workload.data is None:
+            raise InvalidInputError(
+                "over= draws batches of a dataset, and the workload makes its batches itself.",
+                remedy="data=dataset, collate=...; or a batch= that makes the largest",
+            )
+        epoch = LargestBatches(workload.data, workload.collate, whole_number(over, "batches"))
+        workload = replace(workload, data=epoch)
     check_ranks(workload, devices, is_card=card is not None)
     place = None if card is None else OnCard(workload, card, read_settings(allocator), step)
     if place is not None and calibrate is not None:
@@ -223,7 +236,9 @@ def estimate(
         largest=peak.largest,
         phases=peak.phases,
         source=f"predicted, routing {run.routing}" if run.routing else "predicted",
-        notes=tuple(note for note in (*run.notes, place_note, _context_note(place)) if note),
+        notes=tuple(
+            note for note in (*run.notes, place_note, _context_note(place), _batch_note(workload, size)) if note
+        ),
         limit_bytes=limit,
         max_micro_batch=size if is_search else None,
         max_limited_by=_end_of_search(size, cap) if is_search else None,
@@ -308,6 +323,11 @@ def _all_parts(run: Traced, peak: Breakdown) -> dict[str, int | None]:
     if run.peaks is not None and run.context is not None:
         on_card = {"slack": run.peaks.of_allocator[1] - peak.peak_bytes, "context": run.context.typical_bytes}
     return {**parts, **on_card}
+
+
+def _batch_note(workload: Workload, micro_batch: int) -> str:
+    """Say which batch was taken, where one was chosen."""
+    return workload.data.tell(micro_batch) if isinstance(workload.data, LargestBatches) else ""
 
 
 def _context_note(place: OnCard | None) -> str:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -113,7 +114,10 @@ def _in_order(ranks: Any) -> Any:
 # `wrap` came by them.
 
 _SHARD = "fully_shard (FSDP2) shards the same way and is simulated"
-_STAGE = "estimate one stage as a model of its own"
+_STAGE = (
+    "estimate one stage as a model of its own, whose loss runs as many micro-batches as the stage holds before it "
+    "frees one: under 1F1B the number of stages after it, and one"
+)
 
 
 def refused_wraps() -> Iterator[Patch]:
@@ -122,9 +126,9 @@ def refused_wraps() -> Iterator[Patch]:
         # What can be joined is DDP, whose place `_Replica` takes, and this optimizer; importing it takes a second.
         (Joinable, "ZeroRedundancyOptimizer", _SHARD),
     ]
-    pipelining = sys.modules.get("torch.distributed.pipelining")
-    if pipelining is not None:
-        refused.append((pipelining.PipelineStage, "pipeline parallelism", _STAGE))
+    # Imported here, or a step that imports it itself would pass.
+    pipelining = import_module("torch.distributed.pipelining")
+    refused.append((pipelining.PipelineStage, "pipeline parallelism", _STAGE))
     for kind, called, remedy in refused:
         yield Patch(kind, "__init__", refusing(f"{called} is not simulated.", remedy))
 
