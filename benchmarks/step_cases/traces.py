@@ -22,6 +22,7 @@ import torch
 from batchwright.catalogue.cards import find_card
 from batchwright.device.step import StepSettings
 from batchwright.simulated.card import SimulatedCard
+from batchwright.timing.collectives import COLLECTIVES
 from batchwright.trace.run import trace_workload
 from batchwright.trace.work import StepWork, Work
 from step_cases.language import language_model, replicated, tf32
@@ -53,9 +54,10 @@ def trace_key(row: Row) -> tuple[Any, ...]:
 
 
 def sizes_to_trace(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Return the sizes at which a workload is traced: one, or the ends of a line."""
+    """Return the sizes at which a workload is traced: the ends of a line, and 1 by itself: it broadcasts."""
     chosen = sorted(set(sizes))
-    return (chosen[0],) if len(chosen) == 1 else (chosen[0], chosen[-1])
+    alone, line = [size for size in chosen if size == 1], [size for size in chosen if size > 1]
+    return tuple(alone + sorted({*line[:1], *line[-1:]}))
 
 
 def groups() -> dict[tuple[Any, ...], list[Row]]:
@@ -72,13 +74,15 @@ def trace(row: Row, size: int) -> Trace:
     vision = row.source in ("timm", "ryujaehun") or row.model.startswith(("ResNet50", "SSD300"))
     make = detector if row.model.startswith("SSD300") else classifier if vision else language_model
     workload = make(row)
-    devices = row.devices if row.settings.startswith("FSDP") else min(row.devices, 2)
-    if devices > 1 and workload.wrap is None:
+    devices = row.devices if row.settings.startswith("FSDP") else 2
+    if workload.wrap is None:
         workload = replace(workload, wrap=replicated)
     card = SimulatedCard(find_card(_STANDS_FOR[generation(row.card)]), is_roomy=True)
     allowed = row.precision in ("tf32", "amp-fp16") or "bf16" in row.precision
     with tf32(allowed=allowed):
-        traced = trace_workload(workload, size, StepSettings(devices=devices), card=card)
+        # Where the update is the same in the first step as later, or a small part, one step will do.
+        steps = 1 if row.source in ("neusight", "llm-foundry") else 2
+        traced = trace_workload(workload, size, StepSettings(devices=devices), card=card, steps=steps)
     assert traced.work is not None
     return Trace(_compacted(traced.work), time.process_time() - start)
 
@@ -97,19 +101,30 @@ class Traces:
         self.file = file
         self.known: dict[tuple[Any, ...], Trace | str] = {}
         if file.exists():
-            self.known = pickle.loads(zlib.decompress(file.read_bytes()))
+            plain = pickle.loads(zlib.decompress(file.read_bytes()))
+            self.known = {key: value if isinstance(value, str) else _read(value) for key, value in plain.items()}
 
     def step_of(self, row: Row, group: list[Row]) -> StepWork | None:
         """Return the work of a row's whole step, all its micro-batches; None where it could not be traced."""
         sizes = sizes_to_trace(r.micro_batch for r in group)
-        ends = [self.known.get((*trace_key(row), size)) for size in sizes]
-        traced = [end for end in ends if isinstance(end, Trace)]
-        if len(traced) < len(sizes):
-            return None
-        step: StepWork | None = traced[0].step
-        if len(sizes) == 2 and step is not None and row.micro_batch != sizes[0]:
-            step = step.scaled(traced[1].step, *sizes, row.micro_batch)
+        traced = {size: self.known.get((*trace_key(row), size)) for size in sizes}
+        step: StepWork | None = None
+        exact = traced.get(row.micro_batch)
+        if isinstance(exact, Trace):
+            step = exact.step
+        elif row.micro_batch not in traced and len(sizes) > 1:
+            small, large = traced[sizes[-2]], traced[sizes[-1]]
+            if isinstance(small, Trace) and isinstance(large, Trace):
+                step = small.step.scaled(large.step, sizes[-2], sizes[-1], row.micro_batch)
+        if step is not None and row.devices == 1:
+            kept = tuple(entry for entry in step.entries if entry.kind not in COLLECTIVES)
+            step = StepWork(kept, ("",) * len(kept), step.num_views)
         return None if step is None else accumulated(step, row.accumulation)
+
+    def write(self) -> None:
+        """Write all traces, as plain numbers."""
+        plain = {key: value if isinstance(value, str) else _plain(value) for key, value in self.known.items()}
+        self.file.write_bytes(zlib.compress(pickle.dumps(plain), 6))
 
     def fill(self) -> None:
         """Trace what is missing, the small first."""
@@ -125,8 +140,20 @@ class Traces:
             except (Exception, SystemExit) as error:
                 self.known[*trace_key(row), size] = f"{type(error).__name__}: {str(error)[:200]}"
             if number % 20 == 19 or number == len(missing) - 1:
-                self.file.write_bytes(zlib.compress(pickle.dumps(self.known), 6))
+                self.write()
                 print(f"{number + 1} of {len(missing)}", file=sys.stderr, flush=True)
+
+
+def _plain(traced: Trace) -> tuple[Any, ...]:
+    numbers: dict[Work, int] = {}
+    order = [numbers.setdefault(entry, len(numbers)) for entry in traced.step.entries]
+    return [tuple(entry) for entry in numbers], order, traced.step.num_views, traced.seconds
+
+
+def _read(plain: tuple[Any, ...]) -> Trace:
+    entries, order, num_views, seconds = plain
+    work = [Work(*entry) for entry in entries]
+    return Trace(StepWork(tuple(work[number] for number in order), ("",) * len(order), num_views), seconds)
 
 
 def accumulated(step: StepWork, times: int) -> StepWork:

@@ -46,5 +46,5 @@ def test_what_nobody_measured_is_a_guess() -> None:
 
 def test_a_card_without_a_format_does_not_have_it() -> None:
     assert "bf16" not in find_speed("t4-16gb").peaks
-    assert "fp16" not in find_speed("gtx-1080-ti-11gb").peaks
+    assert find_speed("gtx-1080-ti-11gb").peaks["fp16"] == find_speed("gtx-1080-ti-11gb").peaks["fp32"]
     assert "fp8" not in find_speed("a100-40gb-sxm").peaks

@@ -39,6 +39,7 @@ COMMANDS = {
     "report": "Draw a run of tune as one HTML page, or two runs side by side.",
     "recommend": "Recommend a micro-batch from a model's size and the memory there is.",
     "advise": "Say what to change when out of memory, unstable or slow.",
+    "calibrate": "Profile this machine in a minute, so that estimates know its speed.",
     "explain": "Explain the concepts, in English or Chinese.",
     "check": "Try every part on this machine, and say what to paste into an issue.",
 }

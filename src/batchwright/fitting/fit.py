@@ -38,6 +38,7 @@ from batchwright.fitting.probers import (
     Ranks,
     Step,
     add_peaks,
+    add_time_note,
     budget_on,
     open_budget,
     refuse_spread,
@@ -227,7 +228,8 @@ def _on_card(task: FitTask, card: Card) -> Fit:
         # Nothing leads this search: a probe is itself a prediction.
         fit = task.search(job, prober, budget, is_predicted=False)
         rows = tuple(add_peaks(replace(row, source="predicted", ranks=devices)) for row in fit.shapes)
-        return add_peaks(replace(fit, source="predicted", shapes=rows, ranks=devices))
+        predicted = add_peaks(replace(fit, source="predicted", shapes=rows, ranks=devices))
+        return add_time_note(predicted, prober.times)
 
     return task.answer(run, task.job)
 

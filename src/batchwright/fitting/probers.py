@@ -65,6 +65,8 @@ from batchwright.ranks.meeting import failure_of, is_consequence
 from batchwright.simulated.card import SimulatedCard
 from batchwright.state.held_objects import held_objects
 from batchwright.state.untouched import BEYOND_REACH, Keep
+from batchwright.timing.on_card import time_on
+from batchwright.timing.step_time import NoTime, StepTime
 from batchwright.trace.run import trace_workload
 from batchwright.units import PeakBytes, format_bytes, parse_bytes
 
@@ -478,22 +480,28 @@ class OnSimulatedCard:
         self._workload, self._request, self._devices = workload, request, devices
         self._card, self._settings = card, settings
         self.on = card.name
+        self.times: list[StepTime | NoTime] = []
+        """What was predicted for the sizes that were traced."""
 
     def probe(self, micro_batch: int, shape: Mapping[str, Any]) -> Outcome:
         """Trace full steps on the card."""
         card = SimulatedCard(self._card, self._settings)
         accumulation = self._request.accumulation
+        times: list[StepTime | NoTime] = []
 
         def run() -> tuple[float, ...]:
             with without_torchs_own_log():
                 settings = StepSettings(shape, accumulation, self._request.clip_norm, devices=self._devices)
-                trace_workload(self._workload, micro_batch, settings, card=card)
+                traced = trace_workload(self._workload, micro_batch, settings, card=card)
+                times.append(time_on(self._card, traced.work, micro_batch, settings))
             return (0.0,)
 
         outcome = judge(
             run, micro_batch=micro_batch, shape=shape, accumulation=accumulation, peak=lambda: card.peak_bytes
         )
-        return replace(outcome, step_seconds=None)
+        self.times += times
+        seconds = times[0].seconds if times and isinstance(times[0], StepTime) else None
+        return replace(outcome, step_seconds=seconds)
 
     def restored(self) -> Restored:
         """Nothing ran, so nothing was changed."""
@@ -514,6 +522,18 @@ def budget_on(card: Card, margin: float) -> Budget:
         (f"{card.product} has {total}, of which a CUDA context takes {format_bytes(context)}",),
         was_asked=True,
     )
+
+
+def add_time_note(fit: Fit, times: Sequence[StepTime | NoTime]) -> Fit:
+    """Add a note on the seconds: that they are predicted, how far off they may be, and why."""
+    known = [time for time in times if isinstance(time, StepTime)]
+    if not known:
+        reasons = dict.fromkeys(time.reason for time in times if isinstance(time, NoTime))
+        return replace(fit, notes=(*fit.notes, *(f"no seconds are predicted: {reason}" for reason in reasons)))
+    low, high = min(t.low / t.seconds for t in known), max(t.high / t.seconds for t in known)
+    why = "".join(f"; {reason}" for reason in known[-1].unsure)
+    note = f"seconds are predicted, and in nine of ten cases between {low:.2f} and {high:.2f} times as many{why}"
+    return replace(fit, notes=(*fit.notes, note))
 
 
 def add_peaks(fit: Fit) -> Fit:

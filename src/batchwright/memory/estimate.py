@@ -36,7 +36,7 @@ from batchwright.memory.upper_bound import uncertain_bytes, upper_on_card
 from batchwright.planning.search import largest_within
 from batchwright.simulated.card import kernels_of
 from batchwright.state.untouched import leaves_untouched, untouched
-from batchwright.timing.on_card import time_on
+from batchwright.timing.on_card import time_on, time_on_cpu
 from batchwright.trace.run import Traced, check_batches, trace_workload
 from batchwright.units import PeakBytes, format_bytes, parse_bytes, shortened, whole_number
 from batchwright.user_files import check_place
@@ -244,7 +244,7 @@ def estimate(
         max_limited_by=_end_of_search(size, cap) if is_search else None,
         savings=savings,
         fits=fits,
-        time=None if place is None else time_on(place.card, run.work, size, step),
+        time=time_on_cpu(run.work, size, step) if place is None else time_on(place.card, run.work, size, step),
     )
 
 

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.timing.collectives import COLLECTIVES, Network, exposed_seconds, is_beyond_a_node
 from batchwright.timing.constants import Constants, fitted_constants
+from batchwright.timing.profile import host_seconds
 from batchwright.units import counted
 
 if TYPE_CHECKING:
     from batchwright.catalogue.speeds import CardSpeed
+    from batchwright.timing.profile import Profile
     from batchwright.trace.work import StepWork, Work
 
 _COSTLIEST = 10
@@ -171,6 +173,35 @@ def time_step(
         unsure,
         _helps(bound_by),
         samples,
+    )
+
+
+def time_here(step: StepWork, profile: Profile, *, samples: int) -> StepTime | NoTime:
+    """Return the seconds of a step on the machine that a profile is of."""
+    formats = {work.number_format for work in step.entries if work.flops}
+    missing = sorted(formats - set(profile.formats) - {"fp32", "tf32"})
+    if missing:
+        return NoTime(f"the profile of {profile.machine.device} has no products in {' and '.join(missing)}")
+    lasting = [profile.seconds_of(work) for work in step.entries]
+    device, host = sum(lasting), host_seconds(step, profile)
+    seconds = max(device, host) if profile.overlaps else device + host
+    timed = list(zip(step.entries, lasting, strict=True))
+    parts = {work: (taken, "flops" if work.flops else "bytes") for work, taken in timed}
+    products = sum(taken for work, taken in timed if work.flops)
+    low, high = profile.spread
+    return StepTime(
+        seconds,
+        seconds * low,
+        seconds * high,
+        device,
+        host,
+        0.0,
+        step.flops,
+        None,
+        "host" if host > device else "flops" if products > device / 2 else "bytes",
+        _costliest(step, lasting, parts),
+        samples=samples,
+        source="predicted from this machine's profile",
     )
 
 

@@ -547,6 +547,10 @@ class WorkLog:
         read = _tensors(args)
         return not read or any(map(self._holds, read))
 
+    def last_entries(self) -> Sequence[Work]:
+        """Return what was written down since the last step began."""
+        return self._steps[-1][0]
+
     def last_step(self) -> StepWork:
         """Return the last full step: in the first one, optimizers still make their state.
 
