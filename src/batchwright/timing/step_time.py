@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from batchwright.timing.collectives import COLLECTIVES, Network, exposed_seconds, is_beyond_a_node
 from batchwright.timing.constants import Constants, fitted_constants
 from batchwright.timing.profile import host_seconds
-from batchwright.units import counted
+from batchwright.units import counted, positive_number, whole_number
 
 if TYPE_CHECKING:
     from batchwright.catalogue.speeds import CardSpeed
@@ -79,6 +79,26 @@ class StepTime:
     def samples_per_second(self) -> float:
         """Samples of all devices in a second."""
         return self.samples / self.seconds
+
+    def of_run(self, samples: int, *, price_per_hour: float | None = None, devices: int = 1) -> dict[str, Any]:
+        """Return hours, and the cost where a device has a price, of a run over so many samples; with intervals.
+
+        >>> time = StepTime(0.5, 0.4, 0.8, 0.4, 0.1, 0.0, 0, None, "flops", (), samples=10)
+        >>> time.of_run(72_000, price_per_hour=2.0)
+        {'hours': 1.0, 'hours_interval': [0.8, 1.6], 'cost': 2.0, 'cost_interval': [1.6, 3.2]}
+        """
+        whole_number(samples, "samples")
+        hours = [samples / self.samples * seconds / 3600 for seconds in (self.seconds, self.low, self.high)]
+        cost: list[float] | None = None
+        if price_per_hour is not None:
+            price = positive_number(price_per_hour, "price_per_hour must be a number above 0", least=1e-9, most=1e9)
+            cost = [hour * price * devices for hour in hours]
+        return {
+            "hours": hours[0],
+            "hours_interval": hours[1:],
+            "cost": None if cost is None else cost[0],
+            "cost_interval": None if cost is None else cost[1:],
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""

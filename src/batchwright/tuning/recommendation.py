@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import BatchwrightError, InvalidInputError, NotExpressibleError
@@ -40,6 +41,8 @@ _FAR = 4.5
 # Beyond it a line is a rough picture of the step times.
 _POOR = 0.15
 _CHECKPOINTING = "activation checkpointing"
+# Twice the devices pay where the run gets faster by 2 to this power, a third.
+_PAYS = math.log2(4 / 3)
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def advise_run(run: Run, request: TuneRequest) -> None:
         return
     try:
         horizon, why_not = plan_horizon(measured, request)
-        used = pick_critical(measured, horizon)
+        used = pick_critical(measured, horizon, request.critical_batch)
         choice = choose(
             measured,
             used,
@@ -127,6 +130,8 @@ def advise_run(run: Run, request: TuneRequest) -> None:
         "samples_per_second": None if seconds is None else split.effective_batch / seconds,
         "time_to_target": trace_curve(choice),
         "in_short": _in_short(choice, changes),
+        "by_devices": compare_devices(measured, choice),
+        "run": cost_of_run(measured, request, split, seconds),
         "reasons": list(choice.reasons),
         "assumes": list(choice.assumes),
         "changes": [asdict(change) for change in changes],
@@ -171,11 +176,13 @@ def plan_horizon(measured: Measured, request: TuneRequest) -> tuple[Horizon | No
         return replace(usual, words=words), f"the horizon that was asked for is left out: {problem}"
 
 
-def pick_critical(measured: Measured, horizon: Horizon | None) -> CriticalUsed:
-    """Pick the critical batch: by branches and the noise scale together, or the one of them that is known.
+def pick_critical(measured: Measured, horizon: Horizon | None, given: float | None = None) -> CriticalUsed:
+    """Pick the critical batch: the one given; by branches and the noise scale together, or the one that is known.
 
-    Both are of the beginning of a run; the course of the noise scale carries them on to the horizon.
+    Those measured are of the beginning of a run; the course of the noise scale carries them on to the horizon.
     """
+    if given is not None:
+        return CriticalUsed(CriticalBatch(given, given, given, "samples", 0, evidence="given"), "given")
     scale = None if measured.noise is None else measured.noise.noise_scale
     branches = None if measured.branches is None else measured.branches.critical_batch
     course = None if measured.noise is None else measured.noise.course
@@ -266,6 +273,7 @@ def choose(
         ran = counted(throughput.devices, "device")
         assumes.append(f"{ran} ran, {devices:,} were asked for: communication between them is left out")
     is_resolved = in_samples is not None and in_samples.resolved
+    is_timed = is_timed and not (throughput is not None and throughput.is_predicted)
     source = "measured" if likely is not None and fits is not None and is_timed and is_resolved else "predicted"
     return Choice(split, likely, in_samples or critical, used.origin, tuple(reasons), tuple(assumes), source)
 
@@ -310,6 +318,62 @@ def trace_curve(choice: Choice) -> list[dict[str, float]]:
         low, high = likely.between(size)
         points.append({"effective_batch": size, "ratio": likely.over_soonest(size), "low": low, "high": high})
     return points
+
+
+def compare_devices(measured: Measured, choice: Choice) -> dict[str, Any] | None:
+    """Return the time to the loss on other numbers of devices, and from where on one more stops paying.
+
+    Each at its own soonest batch. Twice the devices pay if they make the run a third faster: then it costs at most half
+    as much again.
+    """
+    throughput, likely = measured.throughput, choice.likely
+    if throughput is None or likely is None or len(throughput.by_devices) < 2:
+        return None
+    rows: list[dict[str, Any]] = []
+    for devices, times in throughput.by_devices:
+        step = StepSeconds(times, devices, likely.curve.step.micro_batch)
+        curve = replace(likely.curve, step=step)
+        batch = curve.soonest
+        rows.append({"devices": devices, "effective_batch": batch, "time": curve.at(batch), "step": step.at(batch)})
+    first = rows[0]["time"]
+    worth = rows[0]["devices"]
+    for before, after in pairwise(rows):
+        if before["time"] / after["time"] < (after["devices"] / before["devices"]) ** _PAYS:
+            break
+        worth = after["devices"]
+    shown = [
+        {
+            "devices": row["devices"],
+            "effective_batch": row["effective_batch"],
+            "seconds_per_step": row["step"],
+            "samples_per_second": row["effective_batch"] / row["step"],
+            "time_over_one": row["time"] / first,
+        }
+        for row in rows
+    ]
+    return {"source": "predicted", "rows": shown, "worth": worth}
+
+
+def cost_of_run(measured: Measured, request: TuneRequest, split: Plan, seconds: float | None) -> dict[str, Any] | None:
+    """Return hours and cost of the run, each with its interval; None where nothing says how long it is."""
+    if seconds is None or (request.samples is None and request.hours is None):
+        return None
+    low, high = (1.0, 1.0) if measured.throughput is None else measured.throughput.interval
+    if request.samples is not None:
+        hours = request.samples / split.effective_batch * seconds / 3600
+        span = [hours * low, hours * high]
+    else:
+        assert request.hours is not None
+        hours, span = request.hours, [request.hours] * 2
+    price = request.price_per_hour
+    each = None if price is None else price * split.devices
+    return {
+        "hours": hours,
+        "hours_interval": span,
+        "price_per_hour": price,
+        "cost": None if each is None else hours * each,
+        "cost_interval": None if each is None else [amount * each for amount in span],
+    }
 
 
 def recommend_rate(measured: Measured, choice: Choice, batch: int) -> RecommendedRate | None:

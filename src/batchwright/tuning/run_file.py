@@ -284,6 +284,10 @@ class EstimateSection:
         )
 
 
+def _read_times(section: Section) -> TimeModel:
+    return fit_times([TimedPoint(p["micro_batch"], p["seconds"], p["accumulation"]) for p in section["points"]])
+
+
 @dataclass(frozen=True)
 class ThroughputSection:
     """How long steps take."""
@@ -292,12 +296,26 @@ class ThroughputSection:
     fastest_micro_batch: int
     """The smallest that is within 5 % of the best throughput."""
     times: TimeModel
+    is_predicted: bool = False
+    """Whether nothing ran: a card that is simulated."""
+    interval: tuple[float, float] = (1.0, 1.0)
+    """True over predicted seconds, in nine of ten cases."""
+    by_devices: tuple[tuple[int, TimeModel], ...] = ()
+    """Times on other numbers of devices, where they were predicted."""
 
     @classmethod
     def read(cls, section: Section) -> ThroughputSection:
         """Read the section `throughput`."""
-        points = [TimedPoint(p["micro_batch"], p["seconds"], p["accumulation"]) for p in section["times"]["points"]]
-        return cls(int(section.get("devices") or 1), int(section["fastest_micro_batch"]), fit_times(points))
+        low, high = section.get("interval") or (1.0, 1.0)
+        others = ((int(row["devices"]), _read_times(row["times"])) for row in section.get("by_devices") or ())
+        return cls(
+            int(section.get("devices") or 1),
+            int(section["fastest_micro_batch"]),
+            _read_times(section["times"]),
+            section.get("source") == "predicted",
+            (float(low), float(high)),
+            tuple(others),
+        )
 
     def step_seconds(self, plan: Plan) -> float:
         """Return what one step of a plan takes: as it was timed, else by the time model."""

@@ -27,6 +27,7 @@ from batchwright.ranks.session import Session, process_group, together
 from batchwright.scripts.script import Script
 from batchwright.targets import Target, is_from_users_code, load_workload, users_traceback_text
 from batchwright.tuning import script_stages, stages
+from batchwright.tuning.predicted_speed import predict_throughput
 from batchwright.tuning.race import race_batches
 from batchwright.tuning.recommendation import advise_run
 from batchwright.tuning.run_file import Measured, Run, Section, is_done, new_run, read_run_to_resume, write_run
@@ -44,6 +45,7 @@ STAGES = ("fit", "estimate", "throughput", "audit", "noise", "branches", "race")
 """What can be skipped, in the order in which it is done."""
 TRAINING_STAGES = ("throughput", "audit", "noise", "branches", "race")
 """Those that run real steps: never on a simulated card, and together on all ranks."""
+_PYTHON_ALONE = ("seed", "critical_batch", "price_per_hour")
 HORIZONS = ("until_loss", "samples", "hours")
 """Until where a run is meant to go: one of them."""
 
@@ -69,6 +71,8 @@ class TuneRequest:
     until_loss: float | None = None
     samples: int | None = None
     hours: float | None = None
+    critical_batch: float | None = None
+    price_per_hour: float | None = None
     seed: int = 0
     skip: tuple[str, ...] = ()
 
@@ -96,6 +100,10 @@ class TuneRequest:
             )
         if self.hours is not None:
             positive_number(self.hours, "hours must be a number above 0", least=1e-9, most=1e9)
+        if self.critical_batch is not None:
+            positive_number(self.critical_batch, "critical_batch must be a number above 0", least=1e-9, most=1e15)
+        if self.price_per_hour is not None:
+            positive_number(self.price_per_hour, "price_per_hour must be a number above 0", least=1e-9, most=1e9)
         if self.until_loss is not None:
             positive_number(self.until_loss, "until_loss must be a number above 0", least=1e-300, most=1e300)
         if self.race and self.effective_batch is not None:
@@ -120,7 +128,7 @@ class TuneRequest:
             return "skipped, as asked"
         if (stage == "branches" and not self.branch_batches) or (stage == "race" and not self.race):
             return "not asked for"
-        if self.is_on_card and stage in TRAINING_STAGES:
+        if self.is_on_card and stage in TRAINING_STAGES and stage != "throughput":
             return f"{self.on} is simulated: nothing runs there"
         return None
 
@@ -136,7 +144,7 @@ class TuneRequest:
         else:
             words, behind = ["batchwright", "tune", *target.options], tuple(target.words)
         for argument in fields(self):
-            if argument.name == "seed":
+            if argument.name in _PYTHON_ALONE:
                 continue
             value, option = getattr(self, argument.name), f"--{argument.name.replace('_', '-')}"
             if argument.name == "shape":
@@ -149,7 +157,9 @@ class TuneRequest:
             elif value != (default_device() if argument.name == "on" else argument.default):
                 words += [option, _as_typed(value) if argument.name == "memory" else str(value)]
         text = shlex.join([*words, "--", *behind] if behind else words)
-        return f"{text}  # and in Python: seed={self.seed}" if self.seed else text
+        defaults = {argument.name: argument.default for argument in fields(self)}
+        rest = [f"{n}={getattr(self, n)}" for n in _PYTHON_ALONE if getattr(self, n) != defaults[n]]
+        return f"{text}  # and in Python: {', '.join(rest)}" if rest else text
 
     def to_dict(self) -> dict[str, Any]:
         """Return the question as plain data."""
@@ -202,7 +212,9 @@ class Tuned(PrintedResult):
 _RUNS: dict[str, Callable[..., Section]] = {
     "fit": stages.find_fit,
     "estimate": stages.predict,
-    "throughput": stages.time_steps,
+    "throughput": lambda work, measured, request, say: (
+        predict_throughput if request.is_on_card else stages.time_steps
+    )(work, measured, request, say),
     "audit": stages.audit_accumulation,
     "noise": stages.watch_noise,
     "branches": stages.train_branches,
@@ -234,6 +246,8 @@ def tune(
     until_loss: float | None = None,
     samples: int | None = None,
     hours: float | None = None,
+    critical_batch: float | None = None,
+    price_per_hour: float | None = None,
     seed: int = 0,
     skip: tuple[str, ...] = (),
     file: str | Path | None = None,
@@ -256,7 +270,7 @@ def tune(
 
     - `work`: a workload, a `bw.Script`, or a target such as "train.py:workload".
     - `on`: a device of this machine (default: its accelerator, else cpu), or a card of the catalogue; nothing runs on
-      a card, so only memory is answered.
+      a card: memory and the time of steps are predicted.
     - `memory`: the budget of a device. `limit`: the largest micro-batch of interest.
     - `devices`: data-parallel ranks. `effective_batch`: keep this one, and say how much sooner the best would be.
     - `shape`: what else `batch` takes.
@@ -266,6 +280,8 @@ def tune(
       recommended.
     - `until_loss`, `samples`, `hours`: one of them, until where the run is meant to go. Without it: until the data was
       seen once, or ten times what was trained to measure.
+    - `critical_batch`: in samples, where it is known, as from a run on the CPU; on a card it is not measured.
+    - `price_per_hour`: of one device; with `samples` or `hours` the answer says what the run costs.
     - `skip`: stages to leave out.
     - `file`: where the run is written after every stage; with `resume` the run in it is continued. Under torchrun
       every rank calls `tune`; the first one reads and writes the file.
@@ -285,6 +301,8 @@ def tune(
         until_loss=until_loss,
         samples=samples,
         hours=hours,
+        critical_batch=critical_batch,
+        price_per_hour=price_per_hour,
         seed=seed,
         skip=skip,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchwright.auditing.audit_result import Audit, SplitAudit
 from batchwright.planning.critical_batch import CriticalBatch, figure, steps_over_minimum
@@ -307,6 +307,7 @@ def tuned_remarks(tuned: Tuned) -> Iterator[str]:
         yield from (f"why: {reason}." for reason in advised["reasons"])
         yield from (f"assumed: {text}." for text in advised["assumes"])
         yield from (f"{change['change']}: {change['note']}." for change in advised["changes"] if change["note"])
+        yield from _run_and_devices(advised)
         yield from (f"note: {note}." for note in advised["notes"])
     yield from (f"throughput: {note}." for note in run["throughput"].get("notes", ()))
     if not_covered := run["fit"].get("restored", {}).get("not_covered"):
@@ -324,6 +325,22 @@ def tuned_remarks(tuned: Tuned) -> Iterator[str]:
         # Without a recommendation its reason is the summary, and the plan's is the same.
         if isinstance(why, str) and why != "not asked for" and name not in ("plan", "recommendation"):
             yield f"{name}: {in_one_line(why)}"
+
+
+def _run_and_devices(advised: dict[str, Any]) -> Iterator[str]:
+    """How long the run takes and what it costs, and on how many devices it pays; runs of older versions have neither."""
+    whole, devices = advised.get("run"), advised.get("by_devices")
+    if whole:
+        low, high = whole["hours_interval"]
+        line = f"the run: {whole['hours']:.3g} h [{low:.3g}, {high:.3g}]"
+        if whole["cost"] is not None:
+            least, most = whole["cost_interval"]
+            price = f"{whole['price_per_hour']:g} for a device and hour"
+            line += f", at {price} {whole['cost']:.3g} [{least:.3g}, {most:.3g}]"
+        yield f"{line}."
+    if devices:
+        times = ", ".join(f"{row['devices']}: {row['time_over_one']:.2f}" for row in devices["rows"])
+        yield f"time to the loss by devices (predicted, one node): {times}; up to {devices['worth']} pay."
 
 
 def draw_tuned(tuned: Tuned) -> RenderableType:
