@@ -125,7 +125,8 @@ class Server:
                 path = Path(self.translate_path(self.path))
                 path = path / "index.html" if path.is_dir() else path
                 if not path.is_file() or server.blocked in path.name:
-                    self.send_error(404)
+                    with contextlib.suppress(ConnectionError):
+                        self.send_error(404)
                     return
                 content = server.compressed[path.resolve()]
                 self.send_response(200)

@@ -264,7 +264,7 @@ def _summarize(question: Question, here: CardAnswer, split: Plan, estimate: Esti
 
 
 def _changes(question: Question, usable: int) -> Iterator[Change]:
-    """Name what would need less memory for one sample, one change at a time."""
+    """Name what would need less memory for one sample, by a hundredth at least, one change at a time."""
     now = question.peak()(1)
     offers: list[tuple[str, str]] = [("tuning", tuning) for tuning in TUNINGS if tuning != question.tuning]
     offers += [("checkpointing", "yes")] if question.checkpointing == "no" else []
@@ -275,7 +275,7 @@ def _changes(question: Question, usable: int) -> Iterator[Change]:
         change: dict[str, Any] = {name: int(value) if name == "seq_len" else value}
         changed = replace(question, **change)
         needed = changed.peak()(1)
-        if needed < now:
+        if needed < 0.99 * now:
             yield Change(name, value, needed, needed <= usable)
 
 
