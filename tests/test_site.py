@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import json
 import os
@@ -87,6 +88,41 @@ def test_the_calculators_page_is_whole_in_both_languages(tmp_path: Path) -> None
     for page in (english, chinese):
         assert "//" not in re.sub(r"http-equiv[^>]*|</", "", re.sub(r"<script.*?</script>", "", page, flags=re.S))
         assert page.count("<h1>") == 1
+
+
+@pytest.mark.parametrize("name", ["stage", "check_site"])
+def test_examples_in_docstrings_hold(name: str) -> None:
+    assert doctest.testmod(load(name)).failed == 0
+
+
+def test_the_look_at_a_site_finds_what_is_wrong(tmp_path: Path) -> None:
+    def write(place: str, text: str) -> None:
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(text, encoding="utf-8")
+
+    write("index.html", '<a href="a/">a</a><a href="nowhere.html">no</a><a href="a/#no">no</a>')
+    write("a/index.html", '<p id="yes"><a href="../b.html">b</a><script src="https://elsewhere.example/x.js"></script>')
+    write("b.html", '<a href="c.html">c</a>')
+    write("c.html", "three clicks away")
+    write("alone.html", "")
+    write("calculator/index.html", '<form id="question">')
+    names = " ".join(f"bw.{name}" for name in bw.__all__)
+    write("reference/api/index.html", names.replace("bw.tune", "") + '<a href="../commands/">c</a>')
+    check = load("check_site")
+    flags = " ".join(option for _, option in check.options() if option != "--branches")
+    write("reference/commands/index.html", flags)
+    problems, counts = check.find_problems(tmp_path)
+    for part in (
+        "the link to nowhere.html leads nowhere",
+        "a/#no has no such anchor",
+        "loads https://elsewhere.example/x.js from another origin",
+        "c.html takes 3 clicks",
+        "alone.html takes no number of clicks",
+        "bw.tune is on no page",
+        "tune --branches is on no page",
+    ):
+        assert any(part in problem for problem in problems), part
+    assert counts["public names"] == len(bw.__all__)
 
 
 @pytest.mark.slow
