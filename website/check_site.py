@@ -50,6 +50,7 @@ class Page(HTMLParser):
 
 def find_problems(site: Path) -> tuple[list[str], dict[str, int]]:
     """Return what is wrong with a site, and how much there was to look at."""
+    site = site.resolve()
     pages = {file: Page(file.read_text(encoding="utf-8")) for file in sorted(site.rglob("*.html"))}
     problems: list[str] = []
     leads: dict[Path, set[Path]] = {}
@@ -127,6 +128,6 @@ def _missing(text: dict[Path, str], site: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    found, looked_at = find_problems(Path(sys.argv[1]).resolve())
+    found, looked_at = find_problems(Path(sys.argv[1]))
     print(looked_at, *found, sep="\n")
     sys.exit(1 if found else 0)
