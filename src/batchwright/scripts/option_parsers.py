@@ -1,7 +1,7 @@
 """The options that a program reads, by whatever parser: names as they are typed, with the whole numbers they have.
 
 Promises:
-- argparse and what is built on it (HfArgumentParser), jsonargparse, tyro, click, Hydra and absl are seen; a parser that is
+- argparse and what is built on it (HfArgumentParser), jsonargparse, tyro, click, Hydra and absl are seen; one that is
   not installed costs nothing;
 - a name is the one to type: `--data.batch_size`, `--per_device_train_batch_size`, or `train.batch_size=` for Hydra.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from batchwright.scripts.script_run import is_about_batches
 
 if TYPE_CHECKING:
-    Note = Callable[[str, int], None]
+    Note = Callable[[str, Any], None]
 
 _DEEPEST = 6
 
