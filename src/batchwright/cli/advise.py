@@ -8,16 +8,19 @@ from batchwright.cli.options import Command, Count, shared
 from batchwright.report.display import print_result
 
 
-@click.command(
-    "advise", cls=Command, moved={"--optimizer": 'in Python: bw.advise("slow", micro_batch=8, optimizer="sgd")'}
-)
+_MOVED = {
+    "--optimizer": 'in Python: bw.advise("slow", micro_batch=8, optimizer="sgd")',
+    "--critical-batch": 'in Python: bw.advise("slow", micro_batch=8, critical_batch=256)',
+}
+
+
+@click.command("advise", cls=Command, moved=_MOVED)
 @click.argument("problem", metavar="[out-of-memory|unstable|slow]")
 @shared("--micro-batch", required=True)
 @shared("--accumulation", default=1)
 @shared("--devices", default=1)
 @click.option("--learning-rate", metavar="RATE", help="Learning rate as it is now.")
 @click.option("--max-micro-batch", type=Count(), help="Largest micro-batch that fits, if known.")
-@click.option("--critical-batch", type=Count(), help="Critical batch, if known.")
 @shared("--json")
 def command(
     problem: str,
@@ -26,7 +29,6 @@ def command(
     devices: int,
     learning_rate: str | None,
     max_micro_batch: int | None,
-    critical_batch: int | None,
     as_json: bool,
 ) -> int:
     """Say what to change when out of memory, unstable or slow.
@@ -36,7 +38,8 @@ def command(
     batchwright advise unstable --micro-batch 4 --accumulation 4 --devices 5
     batchwright advise slow --micro-batch 4 --accumulation 4 --max-micro-batch 8 --learning-rate 1e-5
 
-    In Python, bw.advise also takes the optimizer, which decides how the learning rate follows the batch.
+    In Python, bw.advise also takes the optimizer, which decides how the learning rate follows the batch, and the
+    critical batch, beyond which none is advised.
     """
     from batchwright.planning.advice import advise
     from batchwright.planning.learning_rate import checked_learning_rate
@@ -48,7 +51,6 @@ def command(
         devices=devices,
         learning_rate=None if learning_rate is None else checked_learning_rate(learning_rate),
         max_micro_batch=max_micro_batch,
-        critical_batch=critical_batch,
     )
     print_result(advice, as_json=as_json)
     return 0
