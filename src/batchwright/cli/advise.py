@@ -7,7 +7,6 @@ import click
 from batchwright.cli.options import Command, Count, shared
 from batchwright.report.display import print_result
 
-
 _MOVED = {
     "--optimizer": 'in Python: bw.advise("slow", micro_batch=8, optimizer="sgd")',
     "--critical-batch": 'in Python: bw.advise("slow", micro_batch=8, critical_batch=256)',
