@@ -28,7 +28,7 @@ from batchwright.planning.advice import advise
 from batchwright.planning.config_check import check_config
 from batchwright.planning.dialects import FRAMEWORKS, find_dialect
 from batchwright.planning.plan import Plan, plan
-from batchwright.planning.search import largest_within
+from batchwright.planning.search import Curve
 from batchwright.units import LARGEST_COUNT, format_bytes, one_of, parse_whole_number, shortened
 
 if TYPE_CHECKING:
@@ -208,7 +208,8 @@ def answer_query(query: str) -> dict[str, Any]:
 def answer_question(question: Question) -> dict[str, Any]:
     """Return everything that follows from a question, as plain data."""
     card, peak = find_card(question.card), question.peak()
-    rows = [_answer_card(each, peak) for each in all_cards()]
+    curve = Curve(peak, cap=LARGEST_COUNT)  # one for all cards: what one has looked at, the next knows
+    rows = [_answer_card(each, curve) for each in all_cards()]
     here = next(row for row in rows if row.card == card.name)
     fits = here.largest_micro_batch is not None
     split = plan(
@@ -240,9 +241,9 @@ def _usable_bytes(card: Card) -> int:
     return int((card.total_bytes - context_of(card).typical_bytes) * USED_SHARE)
 
 
-def _answer_card(card: Card, peak: Callable[[int], int]) -> CardAnswer:
+def _answer_card(card: Card, curve: Curve) -> CardAnswer:
     usable = _usable_bytes(card)
-    return CardAnswer(card.name, card.product, usable, largest_within(peak, usable, cap=LARGEST_COUNT))
+    return CardAnswer(card.name, card.product, usable, curve.largest_within(usable) or None)
 
 
 def _by_size(row: CardAnswer) -> tuple[int, str]:
