@@ -16,7 +16,6 @@ from batchwright.errors import InvalidInputError
 from batchwright.memory.calculator import (
     SHARDINGS,
     Question,
-    advise_on,
     answer_query,
     check_text,
     list_choices,
@@ -133,11 +132,6 @@ def test_a_config_is_checked_as_its_file_is_and_names_no_folder() -> None:
     assert checked["findings"] == ["train_batch_size is 64, but 4 x 4 x 8 devices = 128"]
     assert check_text("{", ".json", "8")["error"].startswith("'config.json' is not valid JSON")
     assert "devices must be" in check_text(text, ".json", "many")["error"]
-
-
-def test_advice_is_that_of_the_library() -> None:
-    assert advise_on("slow", {"micro_batch": 4}) == bw.advise("slow", micro_batch=4).to_dict()
-    assert "error" in advise_on("sad", {"micro_batch": 4})
 
 
 def test_every_choice_offered_is_understood() -> None:

@@ -13,7 +13,7 @@ Promises:
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
@@ -24,7 +24,6 @@ from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.memory.formula_tensors import OPTIMIZERS, PRECISIONS, TUNINGS, Setup
 from batchwright.memory.formulas import checked_length, estimate_named, step_moments
 from batchwright.memory.recommend import USED_SHARE
-from batchwright.planning.advice import advise
 from batchwright.planning.config_check import check_config
 from batchwright.planning.dialects import FRAMEWORKS, find_dialect
 from batchwright.planning.plan import Plan, plan
@@ -314,11 +313,3 @@ def check_text(text: str, suffix: str, devices: str) -> dict[str, Any]:
         except BatchwrightError as error:
             return {"schema": 1, "error": str(error).replace(f"{folder}/", "")}
         return replace(check, path=file.name).to_dict()
-
-
-def advise_on(problem: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Say what to change, as `bw.advise` does."""
-    try:
-        return advise(problem, **numbers).to_dict()
-    except BatchwrightError as error:
-        return {"schema": 1, "error": str(error)}
