@@ -106,8 +106,8 @@ def test_the_look_at_a_site_finds_what_is_wrong(tmp_path: Path, monkeypatch: pyt
     write("c.html", "three clicks away")
     write("alone.html", "")
     write("calculator/index.html", '<form id="question">')
-    names = " ".join(f"bw.{name}" for name in bw.__all__)
-    write("reference/api/index.html", names.replace("bw.tune", "") + '<a href="../commands/">c</a>')
+    anchors = [f'<h2 id="batchwright.{bw._HOMES[name]}.{name}">' for name in bw.__all__ if name != "tune"]
+    write("reference/api/index.html", "".join(anchors) + '<a href="../commands/">c</a>')
     check = load("check_site")
     flags = " ".join(option for _, option in check.options() if option != "--branches")
     write("reference/commands/index.html", flags)

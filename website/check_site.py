@@ -75,8 +75,7 @@ def find_problems(site: Path) -> tuple[list[str], dict[str, int]]:
         far = clicks.get(file)
         if file.name not in _UNLINKED and (far is None or far > 2):
             problems.append(f"{file.relative_to(site)} takes {far or 'no number of'} clicks")
-    text = {file: "".join(page.words) for file, page in pages.items()}
-    problems += _missing(text, site)
+    problems += _missing(pages, site)
     counts = {"pages": len(pages), "links": num_links, "public names": len(bw.__all__), "options": len(list(options()))}
     return problems, counts
 
@@ -118,10 +117,13 @@ def options() -> list[tuple[str, str]]:
     return found
 
 
-def _missing(text: dict[Path, str], site: Path) -> list[str]:
-    api = [page for file, page in text.items() if "/reference/api/" in file.as_posix()]
-    commands = text[site / "reference" / "commands" / "index.html"]
-    missing = [f"bw.{name} is on no page" for name in bw.__all__ if not any(f"bw.{name}" in page for page in api)]
+def _missing(pages: dict[Path, Page], site: Path) -> list[str]:
+    """Name what no page speaks of: a public name has its docstring's anchor, an option stands in its command's help."""
+    anchors = {anchor for page in pages.values() for anchor in page.anchors}
+    missing = [
+        f"bw.{name} is on no page" for name in bw.__all__ if f"batchwright.{bw._HOMES[name]}.{name}" not in anchors
+    ]
+    commands = "".join(pages[site / "reference" / "commands" / "index.html"].words)
     if 'id="question"' not in (site / "calculator" / "index.html").read_text(encoding="utf-8"):
         missing.append("calculator/index.html is not the calculator")
     return missing + [f"{name} {option} is on no page" for name, option in options() if option not in commands]

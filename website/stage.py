@@ -130,7 +130,8 @@ def api_pages() -> dict[str, str]:
         # `Plan` and `plan` would be one file where case does not count.
         return f"{name}-class" if lower.count(name.lower()) > 1 and name[0].isupper() else name
 
-    pages = {file_of(name): f"# bw.{name}\n\n::: batchwright.{bw._HOMES[name]}.{name}\n" for name in bw.__all__}
+    level = "    options:\n      heading_level: 1\n"
+    pages = {file_of(name): f"::: batchwright.{bw._HOMES[name]}.{name}\n{level}" for name in bw.__all__}
     rows = [f"- [`bw.{name}`]({file_of(name)}.md)" for name in bw.__all__]
     for name in INTEGRATIONS:
         title, options = f"bw.integrations.{name}", "    options:\n      show_root_heading: false\n"
@@ -169,4 +170,7 @@ def navigation(pages: dict[str, str]) -> list[dict[str, object]]:
 def title_of(text: str, place: str) -> str:
     """Return a page's first heading."""
     match = re.search(r"^# (.+)$", text, re.M)
-    return match[1].replace("`", "") if match else PurePosixPath(place).stem
+    if match is None:
+        documented = re.search(r"^::: .*\.(\w+)$", text, re.M)
+        return f"bw.{documented[1]}" if documented else PurePosixPath(place).stem
+    return match[1].replace("`", "")
