@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import batchwright as bw
+from batchwright import cli
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -109,8 +110,9 @@ def test_the_look_at_a_site_finds_what_is_wrong(tmp_path: Path, monkeypatch: pyt
     anchors = [f'<h2 id="batchwright.{bw._HOMES[name]}.{name}">' for name in bw.__all__ if name != "tune"]
     write("reference/api/index.html", "".join(anchors) + '<a href="../commands/">c</a>')
     check = load("check_site")
-    flags = " ".join(option for _, option in check.options() if option != "--branches")
-    write("reference/commands/index.html", flags)
+    told = [(command, option) for command, option in check.options() if option != "--branches"]
+    helps = (f"$ batchwright {name} --help {[o for c, o in told if c == name]} " for name in cli.COMMANDS)
+    write("reference/commands/index.html", "".join(helps))
     monkeypatch.chdir(tmp_path)
     problems, counts = check.find_problems(Path())
     far = {problem.split()[0] for problem in problems if "clicks" in problem}

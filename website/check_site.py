@@ -120,13 +120,14 @@ def options() -> list[tuple[str, str]]:
 def _missing(pages: dict[Path, Page], site: Path) -> list[str]:
     """Name what no page speaks of: a public name has its docstring's anchor, an option stands in its command's help."""
     anchors = {anchor for page in pages.values() for anchor in page.anchors}
-    missing = [
-        f"bw.{name} is on no page" for name in bw.__all__ if f"batchwright.{bw._HOMES[name]}.{name}" not in anchors
-    ]
-    commands = "".join(pages[site / "reference" / "commands" / "index.html"].words)
+    homes = {name: f"batchwright.{bw._HOMES[name]}.{name}" for name in bw.__all__}
+    missing = [f"bw.{name} is on no page" for name, home in homes.items() if home not in anchors]
     if 'id="question"' not in (site / "calculator" / "index.html").read_text(encoding="utf-8"):
         missing.append("calculator/index.html is not the calculator")
-    return missing + [f"{name} {option} is on no page" for name, option in options() if option not in commands]
+    commands = "".join(pages[site / "reference" / "commands" / "index.html"].words)
+    behind = {name: commands.partition(f"batchwright {name} --help")[2] for name in cli.COMMANDS}
+    helps = {name: text.partition("$ batchwright")[0] for name, text in behind.items()}
+    return missing + [f"{name} {option} is on no page" for name, option in options() if option not in helps[name]]
 
 
 if __name__ == "__main__":
