@@ -194,7 +194,7 @@ def answer_query(query: str) -> dict[str, Any]:
 
     >>> answer = answer_query("model=llama-3-8b&card=a100-80gb&batch=64&tuning=qlora&seq_len=1024")
     >>> answer["fits"], answer["plan"]["micro_batch"], answer["plan"]["accumulation"]
-    (True, 16, 4)
+    (True, 6, 10)
     >>> answer_query("model=lama-3-8b")["error"].splitlines()[0]
     "no model is named 'lama-3-8b' in the catalogue."
     """
