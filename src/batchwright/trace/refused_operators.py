@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 import batchwright
 from batchwright.errors import CannotTraceError, MixedDevicesError
@@ -178,6 +178,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return what of a tensor that is sharded over ranks lies on this one."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+def pieces_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that hold a tensor's bytes: of one made of others (8-bit states, float8 weights), those."""
+    tensor = local_part(tensor)
+    if isinstance(tensor, FakeTensor) or not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [piece for name in names for piece in pieces_of(getattr(tensor, name))]
 
 
 def storage_of(tensor: torch.Tensor, operator: str) -> torch.UntypedStorage:

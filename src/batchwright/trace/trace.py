@@ -39,7 +39,7 @@ from batchwright.simulated.torch_patches.patches import applied
 from batchwright.trace import known_values as value_shapes
 from batchwright.trace.host_batches import OutsideTensors, part_of_outside
 from batchwright.trace.known_values import KnownValues, Routing, storage_key
-from batchwright.trace.refused_operators import shapes_from, users_line
+from batchwright.trace.refused_operators import pieces_of, shapes_from, users_line
 from batchwright.trace.storages import Block, FollowedStorages, Log, RunningModules
 from batchwright.trace.work import WorkLog
 
@@ -232,6 +232,12 @@ _INTO_ITS_OWN: dict[str, dict[Any, Callable[..., Any]]] = {
 }
 
 
+@cache
+def _is_made_of_others(kind: type) -> bool:
+    """Whether tensors of this class hold others that lie in memory, and take operators apart over them."""
+    return kind is not FakeTensor and hasattr(kind, "__tensor_flatten__")
+
+
 class Trace(TorchDispatchMode):
     """The mode that sees every operator and keeps the log."""
 
@@ -274,12 +280,14 @@ class Trace(TorchDispatchMode):
         self._modules.learn(model)
         for name, parameter in model.named_parameters():
             self._owners[parameter] = name
-            self.storages.see(parameter, "parameter")
+            for piece in pieces_of(parameter):
+                self.storages.see(piece, "parameter")
             self.mark(parameter, "weights", "parameter", name)
             if parameter.requires_grad:
                 self._hooks.callback(parameter.register_post_accumulate_grad_hook(self._mark_gradient).remove)
         for name, buffer in model.named_buffers():
-            self.storages.see(buffer, "buffer")
+            for piece in pieces_of(buffer):
+                self.storages.see(piece, "buffer")
             self.mark(buffer, "weights", "buffer", name)
         for name, module in model.named_modules():
             for bucket in getattr(module, "gradient_buckets", ()):
@@ -292,9 +300,10 @@ class Trace(TorchDispatchMode):
         if tensor is not None and tensor.layout is torch.sparse_coo:  # it lies in its indices and values
             self.mark(tensor._indices(), part, operator, name)
             tensor = tensor._values()
-        block = None if tensor is None else self.storages.block_of(tensor)
-        if block is not None:
-            block.part, block.operator, block.module = part, operator, name
+        for piece in () if tensor is None else pieces_of(tensor):
+            block = self.storages.block_of(piece)
+            if block is not None:
+                block.part, block.operator, block.module = part, operator, name
 
     def _mark_gradient(self, parameter: torch.Tensor) -> None:
         self.mark(parameter.grad, "gradients", "gradient", self._owners.get(parameter, ""))
@@ -327,6 +336,8 @@ class Trace(TorchDispatchMode):
         if any(kind.__name__ == "DTensor" for kind in types):
             # One sharded over ranks works on its own shard, and that comes by here again.
             return on_shards(func, args, kwargs or {}, self.__torch_dispatch__)
+        if any(map(_is_made_of_others, types)):
+            return NotImplemented  # likewise: its own code takes the operator apart
         with self._kernels.following():
             args, arguments = self._kernels.take_arguments(func, args, kwargs or {}, self.storages.mode)
             self.storages.note_library(self._kernels.library_bytes(func, self.log.phase))

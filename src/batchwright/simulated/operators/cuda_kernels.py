@@ -38,7 +38,7 @@ _aten = torch.ops.aten
 _COPY = _aten._to_copy.default
 _MULTIPLIES = {
     *(_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default, _aten.addbmm.default),
-    *(_aten.mv.default, _aten.addmv.default, _aten.dot.default),
+    *(_aten.mv.default, _aten.addmv.default, _aten.dot.default, _aten._scaled_mm.default),
 }
 
 
