@@ -165,6 +165,22 @@ def summary(name: str, cases: list[Case], found: dict[str, Any]) -> bool:
     return kept
 
 
+def conv_nets(name: str, cases: list[Case], found: dict[str, Any]) -> None:
+    """Print how far off convolutional classifiers are, beside what xMem's authors estimated for the same."""
+    done = [case for case in cases if "failed" not in found.get(case.id, {"failed": 1})]
+    if not done:
+        return
+    ours = statistics.median(abs(error_of(case, found[case.id])) for case in done)
+    beside = [case for case in done if "xmem" in case.peers]
+    print(f"\nConv nets, {name}: {len(done)}, median error {ours:.1%}.", end="")
+    if beside:
+        theirs = statistics.median(
+            abs(case.peers["xmem"] - case.measured_bytes) / case.measured_bytes for case in beside
+        )
+        same = statistics.median(abs(error_of(case, found[case.id])) for case in beside)
+        print(f" On {len(beside)} with xMem's own estimate: xMem {theirs:.1%}, ours {same:.1%}.")
+
+
 def peers(cases: list[Case], found: dict[str, Any]) -> None:
     by_peer: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for case in cases:
@@ -202,6 +218,9 @@ def main() -> int:
     kept = summary("tiers A and B, the other two thirds", [c for c in judged if not is_calibration(c)], found)
     for source in dict.fromkeys(case.source for case in judged):
         summary(source, [case for case in judged if case.source == source], found)
+    for name, is_judged in (("calibration third", False), ("the other two thirds", True)):
+        nets = [c for c in judged if c.options.get("is_conv_net") and is_calibration(c) != is_judged]
+        conv_nets(name, nets, found)
     peers(judged, found)
     failed = [case.id for case in judged if "failed" in found.get(case.id, {"failed": 1})]
     if failed:

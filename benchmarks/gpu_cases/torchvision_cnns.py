@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # Three iterations were run; the third allocates what the second did.
-_XMEM = {"steps": 3, "device_holds": "reserved and context", "cudnn_benchmark": False}
+_XMEM = {"steps": 3, "is_conv_net": True, "device_holds": "reserved and context", "cudnn_benchmark": False}
 _GPUMEMNET = {
+    "is_conv_net": True,
     "device_holds": "reserved and context",
     "context_from": "gpumemnet-timm-vit_base_patch16_224-bs32",
     "doubt": "cudnn.benchmark is not stated; sampled by nvidia-smi, so a short peak may be missed",

@@ -328,7 +328,7 @@ def card_named(on: str, *, memory: str | int | None = None, context: str | int |
     if memory is not None:
         card = replace(card, total_bytes=parse_bytes(memory))
     if context is not None:
-        card = replace(card, context_bytes=parse_bytes(context))
+        card = replace(card, context_bytes=parse_bytes(context, "context"))
         if context_of(card).typical_bytes >= card.total_bytes:
             raise InvalidInputError(
                 f"a context of {format_bytes(context_of(card).typical_bytes)} leaves nothing of the "

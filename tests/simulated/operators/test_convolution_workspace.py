@@ -114,3 +114,22 @@ def test_channels_last_stays_so_through_a_net_and_needs_no_copies() -> None:
     assert last == pytest.approx((4 * 64 + 2 * 16) * 64 * 64 * 64 * 4, rel=0.01)
     assert last < peak(torch.contiguous_format)
     assert not any(layouts)
+
+
+def test_where_a_workspace_has_no_room_the_next_plan_runs_without() -> None:
+    def peak(memory: int | None) -> Any:
+        workload = bw.Workload(
+            model=lambda: torch.nn.Conv2d(64, 64, 3, padding=1),
+            batch=lambda n: torch.randn(n, 64, 64, 64),
+            loss=lambda model, x: model(x).mean(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        )
+        return bw.estimate(workload, micro_batch=64, on="a100-40gb", memory=memory, context="1MiB")
+
+    one_map = 64 * 64 * 64 * 64 * 4
+    roomy = peak(None)
+    assert roomy.peak > 4 * one_map
+    near = peak(roomy.peak - one_map)
+    assert near.fits
+    assert near.peak < roomy.peak - one_map
+    assert not peak(2 * one_map).fits  # results and batch themselves have none

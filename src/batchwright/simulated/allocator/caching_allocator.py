@@ -93,6 +93,11 @@ class CachingAllocator:
         self._active: dict[int, Block] = {}
 
     @property
+    def is_limited(self) -> bool:
+        """Whether the card can run out of memory."""
+        return self._card.capacity < UNLIMITED
+
+    @property
     def free_on_card(self) -> int:
         """Bytes that cudaMalloc could still hand out: what torch.cuda.mem_get_info shows as free."""
         return self._card.free

@@ -13,7 +13,8 @@ apart by the card's generation, the number format, the layout and the kind of co
 - 1x1 convolutions are products of matrices, which need none unless their gradients fill the tiles of a tensor-core
   kernel; depthwise ones run in PyTorch's own kernels: nothing.
 
-PyTorch takes the first plan of cuDNN's heuristics that runs, whatever its workspace; with `cudnn.benchmark` it tries
+PyTorch takes the first plan of cuDNN's heuristics that runs: where a workspace has no room it tries the next plan, down
+to one without (cuda_kernels.py asks the allocator). With `cudnn.benchmark` it tries
 those whose workspace fits into the largest free block and gives what it cached back to the driver (Conv_v8.cpp), so
 what a trial held is in the bound and not in the peak.
 

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from batchwright.catalogue.cards import Card, cublas_workspace_bytes
 from batchwright.device.device import Arguments, Moment, around
+from batchwright.simulated.allocator.caching_allocator import CachingAllocator, SimulatedOutOfMemory
 from batchwright.simulated.operators.convolutions import (
     CONVOLUTIONS,
     LAYOUT_RULES,
@@ -30,8 +31,6 @@ from batchwright.simulated.torch_patches.backend import card_device, simulated_d
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
-
-    from batchwright.simulated.allocator.caching_allocator import CachingAllocator
 
 
 _aten = torch.ops.aten
@@ -90,12 +89,45 @@ class CudaKernels:
             now = self._allocator.stats.allocated.current
             self._most_allocated = max(self._most_allocated, now + output_bytes + most)
         if func in CONVOLUTIONS:
-            return convolution_moments(self._card, func, args, outputs)
+            return self._as_room_allows(convolution_moments(self._card, func, args, outputs))
         moments = [Moment(output=tensor) for tensor in outputs]
         rule = _WORKSPACES.get(func)
         if rule is None:
             return moments
         return around([num_bytes for num_bytes in rule(self._card, args, outputs) if num_bytes > 0], moments)
+
+    def _as_room_allows(self, moments: list[Moment]) -> list[Moment]:
+        """Leave out workspaces that the card has no room for: PyTorch then takes the next plan, one that needs none.
+
+        Conv_v8.cpp and Conv_v7.cpp catch the out-of-memory of a workspace; that of a result is the user's.
+        """
+        if not self._allocator.is_limited or not any(moment.num_bytes for moment in moments):
+            return moments
+        taken, held, kept = [], None, []
+        try:
+            for moment in moments:
+                size = moment.num_bytes if moment.output is None else moment.output.untyped_storage().nbytes()
+                if size < 0:
+                    if held is not None:
+                        self._allocator.free(held)
+                        kept.append(moment)
+                    held = None
+                    continue
+                try:
+                    block = self._allocator.malloc(size)
+                except SimulatedOutOfMemory:
+                    if moment.output is not None:
+                        return moments  # the run itself says so
+                    continue
+                kept.append(moment)
+                if moment.output is None:
+                    held = block
+                else:
+                    taken.append(block)
+        finally:
+            for block in reversed(taken):
+                self._allocator.free(block)
+        return kept
 
     @property
     def unsure_bytes(self) -> int:
