@@ -133,14 +133,15 @@ class ScriptProber:
         received = {size: run.batch_size or 0 for size, run in runs.items() if size > 1 or run.batch_size == 1}
         smaller = [size for size in received if size < micro_batch]
         per_sample = {received[size] / size for size in smaller}
-        if (
-            len(smaller) < _ENOUGH_TO_FOLLOW
-            or len(per_sample) > 1
-            or not (received_per_sample := per_sample.pop()).is_integer()
-        ):
+        if len(smaller) < _ENOUGH_TO_FOLLOW:
             return
-        if 0 < received[micro_batch] < received_per_sample * micro_batch:
-            most = received[micro_batch] // int(received_per_sample)
+        most = 0
+        if len(per_sample) == 1 and (received_per_sample := min(per_sample)).is_integer():
+            if received[micro_batch] < received_per_sample * micro_batch:
+                most = received[micro_batch] // int(received_per_sample)
+        elif received[micro_batch] == runs[micro_batch].num_samples:
+            most = received[micro_batch]  # drawn one by one, as for privacy: about as many as asked for, and now all
+        if 0 < most < micro_batch:
             text = f"the model receives {counted(most, 'sample')} at most: none larger is tried"
             raise _BeyondDataError(Cap(most, Cause.RECEIVED), text)
 
