@@ -120,6 +120,8 @@ def test_the_peak_is_that_of_a_workload_of_the_same_step(tmp_path: Path) -> None
                 chosen = torch.bincount(out[:, :5].argmax(1))
                 assert chosen.tolist() == [2, 2, 2, 1, 1] and len(out.split(chosen.tolist())) == 5
                 assert graph[torch.randperm(8, device="cuda")].bincount().tolist() == [2] * 4
+                places = torch.arange(2000, device="cuda")
+                assert (places[torch.rand(2000, device="cuda").argsort()] < 500).nonzero().shape[0] == 500
                 while (out[:, 1] > 0).sum() > 0: pass
                 out[kept].mean().backward(); optimizer.step()
         """,
@@ -132,7 +134,7 @@ def test_the_peak_is_that_of_a_workload_of_the_same_step(tmp_path: Path) -> None
                 gated(model(torch.randn(8, 64).cuda())).mean().backward(); optimizer.step()
         """,
         "sparse gradients and a sparse matrix": """
-            tables = [nn.Embedding(100, 16, sparse=True).cuda(), nn.EmbeddingBag(100, 16, sparse=True).cuda()]
+            tables = [nn.Embedding(100, 16, sparse=True).cuda(), nn.EmbeddingBag(100, 16, mode="sum", sparse=True).cuda()]
             head = nn.Linear(16, 1).cuda()
             optimizers = [torch.optim.SparseAdam(tables[0].parameters()), torch.optim.Adagrad(tables[1].parameters()),
                           torch.optim.SGD(head.parameters(), 0.1, momentum=0.9)]

@@ -35,6 +35,8 @@ from batchwright.units import one_of
 _LARGEST_KNOWN_BYTES = 4096
 # Whole numbers in a row on the host: the lengths of the sequences of a batch, which decide how much a packed one holds.
 _LARGEST_ROW_BYTES = 2**16
+# Whole numbers that a program makes on the card itself: positions, counts, masks.
+_LARGEST_COUNTS_BYTES = 2**20
 
 # Tensors of a batch, and what follows from them: labels, masks and token ids are whole numbers and are read; pictures
 # hardly ever are.
@@ -68,13 +70,13 @@ class KnownValues:
         self._twins: dict[int, torch.Tensor] = {}
         self._of_batch: set[int] = set()
         self.was_drawn = False
-        # In a program nobody reads what was never written, but what is written into a part of it is known then. The
-        # weights of a workload were never written either.
-        self.knows_empty = False
+        # Of a program more is known: nobody reads what was never written, but what is written into a part of it is
+        # known then (the weights of a workload were never written either). And it computes positions on the card.
+        self.is_of_program = False
 
     def learn(self, fake: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:
         """Take note of what a tiny tensor holds; `make` makes it, contiguous as the fake one is."""
-        if _is_small(fake):
+        if self._is_small(fake):
             with unset_fake_temporarily(), torch.no_grad():
                 self.keep(fake, make().contiguous(), is_of_batch=False)
 
@@ -155,7 +157,7 @@ class KnownValues:
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
         is_of_batch = any(t.untyped_storage()._cdata in self._of_batch for t in inputs if isinstance(t, FakeTensor))
         is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        if func in _EMPTY and self.knows_empty:
+        if func in _EMPTY and self.is_of_program:
             self.learn(fakes[0], lambda: torch.zeros(fakes[0].shape, dtype=fakes[0].dtype))
             return
         if func in _EMPTY or is_random or not all(self._is_followed(t, is_of_batch) for t in fakes):
@@ -179,9 +181,12 @@ class KnownValues:
 
     def _is_followed(self, fake: torch.Tensor, is_of_batch: bool) -> bool:
         """Whether the values of an operator's result are worth computing; those of a view are there already."""
-        if _is_small(fake) or fake.untyped_storage()._cdata in self._twins:
+        if self._is_small(fake) or fake.untyped_storage()._cdata in self._twins:
             return True
         return is_of_batch and fake.nbytes <= _LARGEST_FOLLOWING_BYTES[_is_whole(fake)]
+
+    def _is_small(self, fake: torch.Tensor) -> bool:
+        return _is_small(fake) or (self.is_of_program and _is_whole(fake) and fake.nbytes <= _LARGEST_COUNTS_BYTES)
 
     def _follow_absorbed(self, func: Callable[..., Any], inputs: list[torch.Tensor], fakes: list[torch.Tensor]) -> None:
         """Know `true | unknown` and `false & unknown`: a stopping rule that has said yes."""

@@ -64,6 +64,8 @@ _OF_LISTS: dict[Any, Any] = {
 }
 _PRODUCTS = (_aten.mm.default, _aten._sparse_mm.default)
 _PRODUCTS_ADDED = (_aten.addmm.default, _aten._sparse_addmm.default)
+# Where `_embedding_bag_backward` is told whether its gradient is sparse.
+_IS_SPARSE = 9
 _MEAN_OF_BAG, _INT, _MATRIX = 1, torch.int32, 2
 
 
@@ -97,7 +99,7 @@ class SparseTensors:
         if func is _MAKE or func is _DEVICE:
             return func is _MAKE
         if func is _BAG_BACKWARD:
-            return bool(args[8])
+            return bool(args[_IS_SPARSE])
         return any(
             is_sparse(value) or (isinstance(value, list | tuple) and any(map(is_sparse, value))) for value in args
         )

@@ -106,7 +106,7 @@ class RealHostTrace(Trace):
     def __init__(self, card: SimulatedCard) -> None:
         super().__init__(card.kernels, card)
         self.num_made_up = 0
-        self.values.knows_empty = True
+        self.values.is_of_program = True
         self.storages.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._says_all: set[int] = set()
         self._says_any: set[int] = set()
