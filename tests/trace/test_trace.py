@@ -263,6 +263,22 @@ class TestNothingIsChanged:
         assert predicted(make_transformer(model=live), 4) == predicted(make_transformer(), 4)
 
 
+def test_what_a_model_reads_of_positions_it_has_made_itself_is_known() -> None:
+    seen: list[bool] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        # As transformers does to see whether sequences are packed: 128 KiB, and none of it from the batch.
+        positions = torch.arange(1024).expand(16, 1024)
+        steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+        seen.append(bool(((steps != 1).cumsum(-1)[:, -1] == 0).all()))
+        out: torch.Tensor = model(batch).mean()
+        return out
+
+    trace_workload(make_mlp(loss=loss), 4)
+    assert seen
+    assert all(seen)
+
+
 class TestNotes:
     def test_a_plain_run_has_none(self) -> None:
         assert trace_workload(make_mlp(), 4).notes == ()

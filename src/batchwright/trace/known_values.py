@@ -39,7 +39,8 @@ _LARGEST_ROW_BYTES = 2**16
 _LARGEST_COUNTS_BYTES = 2**20
 
 # Tensors of a batch, and what follows from them: labels, masks and token ids are whole numbers and are read; pictures
-# hardly ever are.
+# hardly ever are. Whole numbers that follow from constants are read too: transformers makes positions of them, and
+# leaves out the mask of attention where they show that no sequences are packed.
 _LARGEST_BATCH_BYTES = {True: 2**28, False: 2**26}
 _LARGEST_FOLLOWING_BYTES = {True: 2**24, False: 2**20}
 
@@ -183,7 +184,8 @@ class KnownValues:
         """Whether the values of an operator's result are worth computing; those of a view are there already."""
         if self._is_small(fake) or fake.untyped_storage()._cdata in self._twins:
             return True
-        return is_of_batch and fake.nbytes <= _LARGEST_FOLLOWING_BYTES[_is_whole(fake)]
+        is_whole = _is_whole(fake)
+        return (is_of_batch or is_whole) and fake.nbytes <= _LARGEST_FOLLOWING_BYTES[is_whole]
 
     def _is_small(self, fake: torch.Tensor) -> bool:
         return _is_small(fake) or (self.is_of_program and _is_whole(fake) and fake.nbytes <= _LARGEST_COUNTS_BYTES)
