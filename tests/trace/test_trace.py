@@ -283,12 +283,6 @@ class TestNotes:
     def test_a_plain_run_has_none(self) -> None:
         assert trace_workload(make_mlp(), 4).notes == ()
 
-    @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
-    def test_a_compiled_model_is_traced_as_eager_and_says_so(self) -> None:
-        compiled = trace_workload(make_linear(model=lambda: torch.compile(nn.Linear(8, 1))), 4)
-        assert any("traced as eager" in note for note in compiled.notes)
-        assert break_down(compiled.log).peak_bytes == predicted(make_linear(), 4)
-
     def test_a_constructor_that_reads_values_is_run_for_real_and_says_so(self) -> None:
         class Drops(nn.Module):
             def __init__(self) -> None:

@@ -66,6 +66,13 @@ def explaining(what: str) -> Iterator[None]:
     except (*TORCHS_OWN, NotFollowedError) as error:
         raise _explained(error, what=what) from error
     except RuntimeError as error:
+        if "no fake impl registered" in str(error):  # as Dynamo says it
+            raise CannotTraceError(
+                f"{what} cannot be compiled: {_without_a_rule(error)} has no shape rule (register_fake).",
+                details=_place_of(error),
+                remedy="a rule, which torch.compile needs on a real card too: torch.library.register_fake; or the step "
+                "without torch.compile, for its eager peak",
+            ) from error
         if _TWO_DEVICES.search(str(error)):
             operator = str(getattr(error, "func", "an operator")).removesuffix(".default")
             raise MixedDevicesError(
@@ -87,6 +94,12 @@ def explaining(what: str) -> Iterator[None]:
         if place is None:
             raise
         raise _explained(error, place, "torch's fake tensors do not know it", what=what) from error
+
+
+def _without_a_rule(error: Exception) -> str:
+    """The operator that has none, as Dynamo names it."""
+    named = re.search(r"registered for (?:<CustomOpDef\()?([\w.:]+)", str(error))
+    return f"operator {named[1]}" if named else "an operator of its own"
 
 
 def _place_of(error: Exception) -> list[str]:

@@ -31,13 +31,11 @@ from batchwright.errors import CannotTraceError, InvalidInputError
 from batchwright.simulated.operators.quantized_layers import quantized_parts, stand_in
 from batchwright.simulated.operators.recurrent import packed_by_numbers
 from batchwright.simulated.ranks import simulated_ranks
+from batchwright.simulated.torch_patches.compiled import Compiler, refuse_graphs
 from batchwright.simulated.torch_patches.patches import TorchPatches, applied
 from batchwright.simulated.torch_patches.redirected_calls import (
-    COMPILED,
     RedirectedCalls,
-    compiled_as_eager,
     modules_move_in_place,
-    refuse_graphs,
 )
 from batchwright.state.held_objects import CONTAINERS, is_users_object
 from batchwright.state.untouched import current_keep, untouched
@@ -76,13 +74,9 @@ def build_skeleton(workload: Workload, *, is_card: bool = False) -> tuple[nn.Mod
             # A constructor that reads values (`torch.linspace(...).item()`) needs real ones; so build it for real.
             notes.append(f"the model was built with real memory: on the meta device it fails with {first}")
             module = hand_out_model(workload)
-    compiled = getattr(module, "_orig_mod", None)
-    if isinstance(compiled, nn.Module):
+    if is_card and isinstance(getattr(module, "_orig_mod", None), nn.Module):
         settings = getattr(getattr(module, "dynamo_ctx", None), "compiler_config", None) or {}
-        if is_card:
-            refuse_graphs({"options": settings})
-        notes.append(COMPILED)
-        module = compiled
+        refuse_graphs({"options": settings})
     return module, notes
 
 
@@ -285,16 +279,19 @@ def _trace_on(
     *,
     is_card: bool,
 ) -> Traced:
+    capability = torch.cuda.get_device_capability() if is_card else None
     with RedirectedCalls(torch.device("meta")) if is_card else nullcontext():
         skeleton, notes = build_skeleton(workload, is_card=is_card)
     mode = trace.storages.mode = FakeTensorMode(allow_non_fake_inputs=True)
     keep, fakes = current_keep(workload), FakeParts(mode, device)
 
+    compiler = Compiler(device, trace.notes.setdefault, trace.note_kernel, capability)
+
     wrapped: list[nn.Module] = []
     if is_card and workload.wrap is not None:
         # Before anything is counted: what is sharded is never whole on a card where it was built on meta.
-        patches = applied(values_stay_inside(), compiled_as_eager(trace.notes.setdefault))
-        with patches, mode, RedirectedCalls(device), explaining("wrap"):
+        patches = applied(values_stay_inside())
+        with patches, compiler.running(), mode, RedirectedCalls(device), explaining("wrap"):
             wrapped.append(workload.wrap(fakes.put_into_model(skeleton)))
 
     def build(_: Workload, __: torch.device) -> nn.Module:
@@ -328,9 +325,9 @@ def _trace_on(
         stack.enter_context(trace)
         if is_card:
             stack.enter_context(RedirectedCalls(device))
-            stack.enter_context(applied(compiled_as_eager(trace.notes.setdefault)))
         else:
             stack.enter_context(applied(packed_by_numbers()))
+        stack.enter_context(compiler.running())
         stack.enter_context(explaining("the step"))
         run_probe(watched, micro_batch, settings, device=device, steps=steps, on_phase=trace.phase, build=build)
     if trace.values.was_drawn:

@@ -26,8 +26,9 @@ from traceback import extract_stack
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -39,7 +40,7 @@ from batchwright.simulated.torch_patches.patches import applied
 from batchwright.trace import known_values as value_shapes
 from batchwright.trace.host_batches import OutsideTensors, part_of_outside
 from batchwright.trace.known_values import KnownValues, Routing, storage_key
-from batchwright.trace.refused_operators import pieces_of, shapes_from, users_line
+from batchwright.trace.refused_operators import NotFollowedError, pieces_of, shapes_from, users_line
 from batchwright.trace.storages import Block, FollowedStorages, Log, RunningModules
 from batchwright.trace.work import WorkLog
 
@@ -210,6 +211,8 @@ _UNSEEN_INSIDE = (
 )
 
 
+# What torch.get_rng_state() returns.
+_RANDOM_STATE_BYTES = torch.get_rng_state().nbytes
 _DEVICE = torch.ops.prim.device.default
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _IN_PLACE_ADD = torch.ops.aten.add_.Tensor
@@ -240,6 +243,8 @@ def _is_made_of_others(kind: type) -> bool:
 
 class Trace(TorchDispatchMode):
     """The mode that sees every operator and keeps the log."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, kernels: Kernels, memory: TracedMemory, *, routing: str = "balanced") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -279,6 +284,7 @@ class Trace(TorchDispatchMode):
         """Learn the names of the modules, and recognise gradients as they are made."""
         self._modules.learn(model)
         for name, parameter in model.named_parameters():
+            name = name.replace("_orig_mod.", "")  # of a module that is compiled
             self._owners[parameter] = name
             for piece in pieces_of(parameter):
                 self.storages.see(piece, "parameter")
@@ -306,6 +312,11 @@ class Trace(TorchDispatchMode):
         self.mark(parameter.grad, "gradients", "gradient", self._owners.get(parameter, ""))
         self.work.gradient_is_ready(parameter)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Say that graphs may be compiled while a trace goes on; else Dynamo would pass them by."""
+        return True
+
     def __enter__(self) -> Trace:
         self._hooks.enter_context(applied(self._modules.seeing_calls(), self.storages.seeing_resizes()))
         self._hooks.callback(listen, listen(self.work.add_library))
@@ -326,6 +337,8 @@ class Trace(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operator on fake tensors and note the storages it made."""
+        if isinstance(func, HigherOrderOperator):
+            return self._run_with_random_state(func, args, kwargs or {})
         # Here and not deeper: whoever holds the arguments from here on would be counted too.
         counts = counts_of(args) if func is ADD and self.log.phase == "backward" else None
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # asked twice as often as all operators together
@@ -339,6 +352,20 @@ class Trace(TorchDispatchMode):
             args, arguments = self._kernels.take_arguments(func, args, kwargs or {}, self.storages.mode)
             self.storages.note_library(self._kernels.library_bytes(func, self.log.phase))
             return self._run(func, args, arguments, counts)
+
+    def _run_with_random_state(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator that a compiled graph recomputes: before it the random state is kept, or set back."""
+        keeps = func is torch.ops.higher_order.run_and_save_rng_state
+        if not keeps and func is not torch.ops.higher_order.run_with_rng_state:
+            raise NotFollowedError(str(func), "it takes functions, and what they do in it is not followed")
+        operator, *given = args if keeps else args[1:]
+        _push_mode(self)
+        try:
+            state = torch.empty(_RANDOM_STATE_BYTES, dtype=torch.uint8)
+            result = operator(*given, **kwargs)
+        finally:
+            _pop_mode()
+        return (state, result) if keeps else result
 
     def _run(
         self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], counts: tuple[int, ...] | None = None
@@ -405,6 +432,13 @@ class Trace(TorchDispatchMode):
                 copies.setdefault(num_bytes, []).append(self.storages.born(num_bytes, operator, part="workspaces"))
             elif num_bytes < 0 and copies.get(-num_bytes):
                 self.storages.died(copies[-num_bytes].pop())
+
+    def note_kernel(self, func: Callable[..., Any], args: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Note what an operator holds that a compiled graph has write into memory which is there already."""
+        # No operator runs here, but a kernel may be asked, for real, what it holds.
+        with _disable_current_modes(), self._kernels.following():
+            self.storages.note_library(self._kernels.library_bytes(func, self.log.phase))
+            self._see_moments(self._kernels.moments_of(func, args, [output], {}), str(func).removesuffix(".default"))
 
     def _note(self, text: str) -> None:
         self.notes[text] = None

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -162,6 +163,8 @@ def is_on_card(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies on the simulated card; `tensor.device` says cuda there, and a fake storage is on meta."""
     shard = getattr(tensor, "_local_tensor", tensor)  # of a tensor that is spread over ranks, this one's part
     device: torch.device | None = getattr(shard, "fake_device", None)
+    if isinstance(shard, FunctionalTensor):  # as AOTAutograd has it
+        device = shard.device
     return device is not None and device.type == NAME
 
 

@@ -161,6 +161,25 @@ def applied(*lists: Iterable[Patch]) -> Iterator[None]:
         _undo_to(mark)
 
 
+def put_aside(place: type, name: str) -> Callable[[], None]:
+    """Have a class be without what stands in it, as it was before the run; return how that is ended."""
+    stands_in = vars(place).get(name)
+    if not isinstance(stands_in, _Guarded):
+        return do_nothing
+    _put_back(place, name, stands_in.own)
+    return partial(setattr, place, name, stands_in)
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Let this thread meet torch as it is for a while, to set up something that stays."""
+    scope, _here.scope = _here.scope, None
+    try:
+        yield
+    finally:
+        _here.scope = scope
+
+
 @contextmanager
 def undone(undo: Callable[[], None]) -> Iterator[None]:
     """Undo with the patches something else that a run does to the process; twice must be as good as once."""

@@ -1,9 +1,9 @@
 """A step that names `cuda` runs on the simulated card: every call of torch that takes a device is led there.
 
 Replaces: torch.cuda.FloatTensor and its like, torch.set_default_device, torch.get_default_device,
-torch.set_default_tensor_type, torch.Tensor.__new__, torch.compile, torch.nn.Module.compile, torch.nn.Module._apply,
-torch.autograd.function.BackwardCFunction.apply. The rest is seen through a `TorchFunctionMode`, `RedirectedCalls`,
-and replaces nothing.
+torch.set_default_tensor_type, torch.Tensor.__new__, torch.nn.Module._apply,
+torch.autograd.function.BackwardCFunction.apply. The rest is seen through a `TorchFunctionMode`, `RedirectedCalls`, and
+replaces nothing.
 
 Promises:
 - `device="cuda"`, `.cuda()`, `.to("cuda")`, `.to(0)`, `.type("torch.cuda.FloatTensor")` and `torch.device("cuda")` as a
@@ -32,7 +32,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from batchwright.errors import CannotTraceError
 from batchwright.simulated.torch_patches.backend import NAME, is_on_card, raising_what_was_taken, refuse_other_cards
 from batchwright.simulated.torch_patches.patches import Patch
 
@@ -244,36 +243,6 @@ def put_into(tensor: Any, moved: torch.Tensor) -> None:
     torch._C._swap_tensor_impl(tensor, new)
     tensor.__class__, new.__class__ = new.__class__, tensor.__class__
     tensor.__dict__, new.__dict__ = new.__dict__, tensor.__dict__
-
-
-# `torch.compile` while a card is simulated: the eager module is traced, and a note says so.
-
-_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
-COMPILED = "the model is compiled; it was traced as eager, and a compiled run may need less"
-
-
-def compiled_as_eager(note: Callable[[str], None]) -> Iterator[Patch]:
-    """Have `torch.compile` and `module.compile` return what they are given."""
-
-    def compile_(model: Any = None, **options: Any) -> Any:
-        refuse_graphs(options)
-        note(COMPILED)
-        return (lambda function: function) if model is None else model
-
-    def compile_module(self: nn.Module, *_: Any, **options: Any) -> None:
-        compile_(self, **options)
-
-    yield Patch(torch, "compile", compile_)
-    yield Patch(nn.Module, "compile", compile_module)
-
-
-def refuse_graphs(options: dict[str, Any]) -> None:
-    """Refuse a model that is compiled with CUDA graphs: they keep pools of their own."""
-    if options.get("mode") in _WITH_GRAPHS or (options.get("options") or {}).get("triton.cudagraphs"):
-        raise CannotTraceError(
-            "the model is compiled with CUDA graphs, whose memory pools of their own are not simulated.",
-            remedy='torch.compile(model) without mode="reduce-overhead" or "max-autotune"',
-        )
 
 
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]

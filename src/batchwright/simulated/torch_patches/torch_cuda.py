@@ -170,7 +170,8 @@ class _InOrder:
     """An event, or a device: there is only one order of things here."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.cuda_stream = 0
+        self.cuda_stream = self.device_index = self.stream_id = 0
+        self.device = _SEEN_AS
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
@@ -269,6 +270,10 @@ def answers(card: Card, allocator: CachingAllocator) -> dict[str, Any]:
         warp_size=32,
         L2_cache_size=_L2_MIB.get((major, minor), _L2_OTHERWISE_MIB) << 20,
         regs_per_multiprocessor=65536,
+        # What Triton's heuristics ask too; they choose tiles by it.
+        max_threads_per_multi_processor={(7, 5): 1024, (8, 0): 2048, (9, 0): 2048}.get((major, minor), 1536),
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=163 << 10,
         is_integrated=0,
         is_multi_gpu_board=0,
         gcnArchName="",

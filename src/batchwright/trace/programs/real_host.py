@@ -48,12 +48,12 @@ from batchwright.device.host import give_back
 from batchwright.errors import CannotTraceError
 from batchwright.simulated.ranks import one_rank_if_asked, simulated_ranks
 from batchwright.simulated.torch_patches.backend import NAME
+from batchwright.simulated.torch_patches.compiled import Compiler
 from batchwright.simulated.torch_patches.patches import Patch, TorchPatches, applied, do_nothing, start_inside
 from batchwright.simulated.torch_patches.redirected_calls import (
     DefaultDevice,
     RedirectedCalls,
     backwards_of_functions,
-    compiled_as_eager,
     move_with_gradient,
     moving_parameters,
     put_into,
@@ -396,9 +396,10 @@ def program_on_card(card: SimulatedCard, *, devices: int | None = None) -> Itera
                 default.patches(),
                 backwards_of_functions(),
                 checkpoints_of_the_card(),
-                compiled_as_eager(trace.notes.setdefault),
             )
         )
+        compiler = Compiler(device, trace.notes.setdefault, trace.note_kernel, card.card.capability)
+        stack.enter_context(compiler.running())
         stack.enter_context(trace)
         stack.enter_context(RedirectedCalls(device, default))
         yield trace
