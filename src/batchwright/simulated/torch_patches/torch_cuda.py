@@ -171,7 +171,7 @@ class _InOrder:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream = self.device_index = self.stream_id = 0
-        self.device = _SEEN_AS
+        self.device = SEEN_AS
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
