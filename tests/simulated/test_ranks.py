@@ -177,7 +177,7 @@ class TestReplicas:
     @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
     def test_a_compiled_replica_is_compiled(self) -> None:
         found = on_four(lambda model: torch.compile(DistributedDataParallel(model)))  # type: ignore[arg-type, return-value]
-        assert found.notes == ()
+        assert not any("compile" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

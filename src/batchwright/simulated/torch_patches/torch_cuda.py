@@ -169,9 +169,11 @@ SEEN_AS = torch.device("cuda", 0)
 class _InOrder:
     """An event, or a device: there is only one order of things here."""
 
+    cuda_stream = device_index = stream_id = 0
+    device = SEEN_AS
+
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.cuda_stream = self.device_index = self.stream_id = 0
-        self.device = SEEN_AS
+        pass
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
