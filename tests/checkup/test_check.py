@@ -45,7 +45,7 @@ def test_the_text_names_nobody() -> None:
 def test_a_part_that_fails_is_said_and_the_next_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> str:
         print("noise on stdout")
-        raise BatchwrightError("the very reason.", remedy="what to do")
+        raise BatchwrightError(f"the very reason: {Path.home()}/secret on {sys.prefix}.", remedy="what to do")
 
     def leaves() -> str:
         sys.exit(3)
@@ -60,7 +60,7 @@ def test_a_part_that_fails_is_said_and_the_next_is_tried(monkeypatch: pytest.Mon
     assert not check.works
     text = str(check)
     assert "FAILED: one, two" in text.splitlines()[0]
-    assert "the very reason." in text
+    assert "the very reason: ~/secret on <python>." in text
     assert "what to do" in text
     assert "test_check.py" in text
 

@@ -190,15 +190,27 @@ def probe_device(device: CheckedDevice) -> tuple[MeasuredProbe | None, CheckedPa
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1] if len(lines) > 20 else lines[0] if lines else ''}"
+    return _unnamed(f"{type(error).__name__}: {lines[-1] if len(lines) > 20 else lines[0] if lines else ''}")
 
 
 def _last_frames(error: BaseException) -> str:
     """Return where it was raised, by file names alone, and what was said."""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     places = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
-    text = str(error).strip().replace(str(Path.home()), "~").replace(sys.prefix, "<python>")
-    return "\n".join([*places, *text.splitlines()[-12:]])
+    return "\n".join([*places, *_unnamed(str(error).strip()).splitlines()[-12:]])
+
+
+def _unnamed(text: str) -> str:
+    """Write a text without the folders that name a person or a machine."""
+    package = str(Path(bw.__file__).parents[1])
+    for folder, name in (
+        (sys.prefix, "<python>"),
+        (package, "<packages>"),
+        (os.getcwd(), "."),
+        (str(Path.home()), "~"),
+    ):
+        text = text.replace(folder, name) if len(folder) > 1 else text
+    return text.replace(platform.node(), "<host>") if platform.node() else text
 
 
 def _cache_folder() -> str:
