@@ -122,6 +122,24 @@ def judge(title: str, samples: Sequence[Sample], fits: dict[str, Fitted]) -> dic
     return found
 
 
+def judge_scaling(samples: Sequence[Sample], predict: Callable[[Sample], float]) -> None:
+    """Print how far predicted scaling efficiencies are off: samples per second and device, over those of one device."""
+    sweeps: dict[tuple[Any, ...], dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for s in samples:
+        if s.row.source == "lambda":
+            sweep = sweeps[s.row.workload, s.row.card, s.row.precision, s.row.settings, s.row.micro_batch]
+            sweep[s.row.devices].append((1 / s.row.seconds, 1 / predict(s)))
+    off = []
+    for sweep in sweeps.values():
+        if 1 in sweep:
+            true, predicted = (sum(pair[n] for pair in sweep[1]) / len(sweep[1]) for n in (0, 1))
+            others = [pair for devices, pairs in sweep.items() if devices > 1 for pair in pairs]
+            off += [100 * abs(p / predicted - t / true) for t, p in others]
+    near = sum(points <= 10 for points in off) / max(len(off), 1)
+    print(f"\nscaling on one node (lambda): {len(off)} points, median {quantile(off, 0.5):.1f} points off, ", end="")
+    print(f"{near:.1%} within 10")
+
+
 def main() -> int:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -157,6 +175,7 @@ def main() -> int:
     print(f"\nformulas of fit and answer differ by at most {fitted.check(final):.1e}")
     final = replace(final, constants=replace(final.constants, intervals=intervals))
     describe("all rows, in sample", samples, final.seconds)
+    judge_scaling(everything, final.seconds)
     if options.fit:
         write_constants(final)
     if options.aside:

@@ -69,3 +69,12 @@ def test_a_format_that_the_card_has_not_leaves_the_stage_out_and_says_why() -> N
     )
     run = bw.tune(half, on="t4-16gb", limit=64, skip=("estimate",)).run
     assert run["throughput"]["skipped"] == "no time is predicted: t4-16gb has no bf16 arithmetic for products"
+
+
+def test_the_report_draws_it_as_predicted(tuned: Any) -> None:
+    from batchwright.report.page.time_sections import draw_speed
+
+    page = "".join(map(str, draw_speed(tuned.run["throughput"], tuned.run)))
+    assert "whole steps (predicted)" in page
+    assert "point predicted" in page
+    assert "measured" not in page

@@ -64,26 +64,26 @@ class _Timing(TorchDispatchMode):
         result = func(*args, **options)
         parts = [self._taken(start)]
         if func is _aten.convolution_backward.default:
-            parts = self._parts_of(func, args)
+            parts = self._parts_of(func, args, parts[0])
         before = len(self.log.last_entries())
         outputs = [value for value in tree_iter(result) if isinstance(value, torch.Tensor)]
         self.log.note(func, args, options, outputs, str)
         written = len(self.log.last_entries()) - before
         if written:
-            if len(parts) < written:  # a bias is timed with its convolution
+            if len(parts) < written:  # a bias is timed with its convolution, forward and backward
                 parts += [0.0] * (written - len(parts))
             self.seconds += parts[:written]
         return result
 
-    def _parts_of(self, func: Callable[..., Any], args: Any) -> list[float]:
-        """Each gradient of a convolution by itself, as the work of a step has them."""
-        parts = []
-        for number, is_wanted in enumerate(args[10]):
-            if is_wanted:
+    def _parts_of(self, func: Callable[..., Any], args: Any, whole: float) -> list[float]:
+        """Share a convolution's backward out among its gradients, as each takes alone; a bias comes by the way."""
+        alone = []
+        for number in (0, 1):
+            if args[10][number]:
                 start = self._now()
                 func(*args[:10], [number == other for other in range(3)])
-                parts.append(self._taken(start))
-        return parts
+                alone.append(self._taken(start))
+        return [whole * part / sum(alone) for part in alone] if alone else [whole]
 
     def _taken(self, start: float) -> float:
         """Seconds since then, less what calling any operator from Python takes: autograd calls them from C++."""
@@ -108,7 +108,7 @@ class _Measured:
             self.products[work.kind].append(point)
         else:
             self.curves[work.operator].append((work.num_bytes, seconds))
-            if "(bias)" not in work.operator:  # a convolution's forward adds it by the way
+            if "(bias)" not in work.operator:
                 self.curves[work.kind].append((work.num_bytes, seconds))
 
 
@@ -269,6 +269,7 @@ def _host_seconds(measured: _Measured) -> dict[str, float]:
 def _layers() -> Iterator[Layer]:
     yield from _products()
     yield from _convolutions()
+    yield from _stacks()
     yield from _element_wise()
     yield from _sequences()
 
@@ -315,13 +316,46 @@ def _convolutions() -> Iterator[Layer]:
         for side in (8, 16, 32, 64):
             for samples in (2, 16):
                 flops = 2 * samples * (side // stride) ** 2 * outer * inner * window**2 // groups
-                if flops > 1.5e9 or flops < 2e5:
+                if flops > 3e8 or flops < 2e5:
                     continue
                 yield Layer(
                     f"convolution {inner} {outer} {window} {stride} {groups} {side} {samples}",
                     lambda a=(inner, outer, window, stride, groups): _Convolve(*a, bias=a[4] == 1),  # type: ignore[misc]
                     lambda s=(samples, inner, side, side): torch.randn(s, requires_grad=True),  # type: ignore[misc]
                 )
+
+
+class _Block(nn.Module):
+    """What convolutional nets are made of; a layer by itself finds its tensors in the cache, one of a stack not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        wide = 2 * width
+        self.dense = nn.Sequential(nn.Conv2d(width, width, 3, 1, 1), nn.BatchNorm2d(width), nn.ReLU())
+        self.thin = nn.Sequential(
+            *(nn.Conv2d(width, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.Hardswish()),
+            *(nn.Conv2d(wide, wide, 3, 1, 1, groups=wide, bias=False), nn.BatchNorm2d(wide), nn.SiLU()),
+            *(nn.Conv2d(wide, wide, 3, 1, 1, groups=4, bias=False), nn.ReLU(), nn.Conv2d(wide, width, 1, bias=False)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.dense(x) + self.thin(x)
+        return out
+
+
+def _stacks() -> Iterator[Layer]:
+    for samples, width, side, depth in _STACKS:
+        yield Layer(
+            f"stack {samples} {width} {side} {depth}",
+            lambda width=width, depth=depth: nn.Sequential(*(_Block(width) for _ in range(depth))),  # type: ignore[misc]
+            lambda s=(samples, width, side, side): torch.randn(s, requires_grad=True),  # type: ignore[misc]
+        )
+
+
+_STACKS = (
+    *((2, 16, 16, 3), (8, 16, 32, 4), (2, 64, 16, 3), (8, 32, 32, 4), (8, 64, 24, 4), (4, 64, 32, 6)),
+    *((8, 64, 32, 5), (16, 64, 32, 4), (16, 32, 48, 4), (8, 128, 16, 3), (2, 24, 64, 4), (24, 24, 32, 5)),
+)
 
 
 class _Apply(nn.Module):

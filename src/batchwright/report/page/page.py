@@ -452,6 +452,8 @@ def _critical(critical: Data, where_from: str) -> Html:
 def _was_timed(run: Data, advice: Data) -> bool:
     wanted = [number_in(advice, key) for key in ("micro_batch", "accumulation")]
     timed = section_of(run, "throughput")
+    if text_in(timed, "source") == "predicted":
+        return False
     rows = rows_in(timed, "rows") if number_in(timed, "devices") == number_in(advice, "devices") else []
     return any([number_in(row, key) for key in ("micro_batch", "accumulation")] == wanted for row in rows)
 

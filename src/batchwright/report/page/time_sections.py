@@ -55,11 +55,14 @@ def draw_speed(record: Data, run: Data) -> list[str]:
         return [missing("no micro-batch was timed"), remarks(texts_in(record, "notes"))]
     fastest = number_in(record, "fastest_micro_batch")
     repeats = number_in(record["rows"][0], "repeats") if isinstance(record.get("rows"), list) else None
+    source = "predicted" if text_in(record, "source") == "predicted" else "measured"
     spread = "spread of the repeats" if repeats is None else f"spread of {figures.count(repeats)} repeats"
+    if source == "predicted":
+        spread = "where nine of ten such predictions were true"
     return [
         _speed_lead(record, fastest),
-        at_both_widths(partial(_speed_chart, shown, fastest, number_in(record, "devices"))),
-        legend(("point measured", "whole steps (measured)"), ("whisker measured", spread)),
+        at_both_widths(partial(_speed_chart, shown, fastest, number_in(record, "devices"), source)),
+        legend((f"point {source}", f"whole steps ({source})"), (f"whisker {source}", spread)),
         remarks(texts_in(record, "notes")),
     ]
 
@@ -85,7 +88,9 @@ def _speed_lead(record: Data, fastest: float | None) -> Html:
     return sentence(*pieces)
 
 
-def _speed_chart(shown: tuple[Point, ...], fastest: float | None, devices: float | None, width: float) -> Chart:
+def _speed_chart(
+    shown: tuple[Point, ...], fastest: float | None, devices: float | None, source: str, width: float
+) -> Chart:
     height, top, bottom = 280.0, 44.0, 230.0
     up = Scale(0, max(row.high for row in shown) * 1.15, bottom, top)
     across = size_scale([row.batch for row in shown], 54, width - 14, spread=6)
@@ -96,16 +101,16 @@ def _speed_chart(shown: tuple[Point, ...], fastest: float | None, devices: float
     sizes = [row.batch for row in shown] if len(shown) <= 10 else size_ticks(across, 8)  # those timed, if they are few
     chart.x_axis(across, sizes, figures.short, "micro-batch", y=bottom)
     places = [(across(row.batch), up(row.value)) for row in shown]
-    chart.line(places, "line measured", is_kept_free=True)
+    chart.line(places, f"line {source}", is_kept_free=True)
     for row, at in zip(shown, places, strict=True):
         low, high = up(row.low), up(row.high)
-        chart.line([(at[0], low), (at[0], high)], "whisker measured")
+        chart.line([(at[0], low), (at[0], high)], f"whisker {source}")
         for end in (low, high):
-            chart.line([(at[0] - 4, end), (at[0] + 4, end)], "whisker measured")
+            chart.line([(at[0] - 4, end), (at[0] + 4, end)], f"whisker {source}")
         chart.keep_free([(at[0] - 4, high), (at[0] + 4, low)])
         chart.dot(
             at,
-            "point measured",
+            f"point {source}",
             f"micro-batch {figures.count(row.batch)}: {figures.count(row.value)} a second",
         )
     for row in shown:

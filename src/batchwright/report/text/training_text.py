@@ -328,7 +328,7 @@ def tuned_remarks(tuned: Tuned) -> Iterator[str]:
 
 
 def _run_and_devices(advised: dict[str, Any]) -> Iterator[str]:
-    """How long the run takes, what it costs, and the devices that pay; runs of older versions have neither."""
+    """How long the run takes, what it costs, on how many devices it pays; older runs have neither."""
     whole, devices = advised.get("run"), advised.get("by_devices")
     if whole:
         low, high = whole["hours_interval"]
