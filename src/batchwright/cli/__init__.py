@@ -30,7 +30,7 @@ from batchwright.targets import is_from_users_code, users_traceback_text
 # Name and one-line help of each command, in the order a person asks. Kept here, so that `--help` need not
 # import the commands; a test compares each line with the command's own.
 COMMANDS = {
-    "estimate": "Predict the peak memory of a training step before it runs.",
+    "estimate": "Predict the peak memory of a training step before it runs, and on a card its time.",
     "fit": "Find the largest micro-batch that fits, by running it.",
     "plan": "Split an effective batch into micro-batch x accumulation x devices.",
     "audit": "Compare the accumulated gradient with that of the big batch.",

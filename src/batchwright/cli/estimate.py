@@ -54,7 +54,7 @@ _FOR_SCRIPTS = ("--on", "--memory", "--micro-batch", "--accumulation", "--shape"
 @shared("--json")
 @click.pass_context
 def command(ctx: click.Context, /, target: str | Script, as_json: bool, **options: Any) -> int:
-    """Predict the peak memory of a training step before it runs.
+    """Predict the peak memory of a training step before it runs, and on a card its time.
 
     TARGET is a workload: path.py:function or module:function. Behind -- stands your own command instead: it runs
     unmodified until its second optimizer step (or --steps). For a model by name, use `recommend`.
