@@ -337,7 +337,7 @@ def _log_ratio(
     other: Sequence[tuple[int, float]],
     other_step: float,
 ) -> float:
-    """Return the log of the other's time to a loss over one's own; if it has not got there, to the loss it has reached.
+    """Return the log of the other's time to a loss over one's own; if one has not got there, to the loss both reached.
 
     >>> falls = [(step, 10.0 - step) for step in range(10)]
     >>> math.exp(_log_ratio(4.0, falls, 1.0, [(step, 10.0 - 2 * step) for step in range(5)], 1.0))
@@ -346,7 +346,7 @@ def _log_ratio(
     lowest, others = (
         min((loss for _, loss in curve if math.isfinite(loss)), default=math.inf) for curve in (own, other)
     )
-    goal = max(goal, others)
+    goal = max(goal, lowest, others)
     mine, theirs = steps_to(goal, own), steps_to(goal, other)
     if not mine or not theirs:  # one of them has not come below its first loss
         return _NO_PROGRESS * ((others > lowest) - (others < lowest))
