@@ -238,3 +238,11 @@ def test_a_batch_in_the_second_dimension_or_in_a_list_of_objects_is_recognised(f
     """
     (folder / "train.py").write_text(dedent(text))
     assert fit_script(Script(["train.py"], cwd=folder), on="t4-16gb", limit=8).micro_batch == 8
+
+
+def test_a_program_that_acts_on_one_sample_for_long_before_it_learns_is_followed(folder: Path) -> None:
+    text = dedent(PROGRAM).replace(
+        "optimizer = ", "for _ in range(600): model(torch.ones(1, 1024).to(device))\noptimizer = "
+    )
+    (folder / "train.py").write_text(text)
+    assert fit_script(Script(["train.py"], cwd=folder), on="t4-16gb", limit=8).micro_batch == 8

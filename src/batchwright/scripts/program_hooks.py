@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
+from itertools import islice, pairwise
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -42,6 +42,7 @@ _STEPS_AHEAD = 4
 _STEPS_FOR_A_WHOLE_BATCH = 2
 # On a simulated card the last window of many micro-batches is cut after so many: the others are like them.
 _ENOUGH_MICRO_BATCHES = 3
+_PARTS_OF_A_MODEL = 4
 _MOST_SHAPES = 512
 _MOST_OPTIONS = 64
 
@@ -235,7 +236,11 @@ class Watch:
             self._num_forwards += 1
             shape = _shape_of(values)
             shapes = self._evaluated_shapes if is_evaluation else self._shapes
-            if shape is not None and len(shapes) < _MOST_SHAPES:
+            if shape is not None:
+                if len(shapes) == _MOST_SHAPES:
+                    del shapes[
+                        _MOST_SHAPES // 2
+                    ]  # the first ones stay, and the last: a player acts long before it learns
                 shapes.append(shape)
             if shape is not None and not is_evaluation:
                 self._largest_batch = max(self._largest_batch, shape[0])
@@ -268,7 +273,13 @@ class Watch:
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._depth or self._is_in_backward or next(module.parameters(), None) is None:
-                return call(module, *args, **kwargs)
+                if self._depth != 1 or torch.is_grad_enabled() or self._is_in_backward or not _is_large(module):
+                    return call(module, *args, **kwargs)
+                self._depth += 1
+                try:
+                    return self.run_forward(call, module, args, kwargs)
+                finally:
+                    self._depth -= 1
             if torch.is_grad_enabled():
                 self.saw_model(module)
                 if self._measure is not None:
@@ -404,6 +415,11 @@ def _batch_and_samples(loader: Any) -> tuple[int, int] | None:
         return loader.batch_size, len(sampler)
     except TypeError:  # of a stream, whose sampler has no end
         return None
+
+
+def _is_large(module: nn.Module) -> bool:
+    """Whether a module inside of another may be a whole model, which a sampler calls a thousand times."""
+    return sum(1 for _ in islice(module.modules(), _PARTS_OF_A_MODEL)) == _PARTS_OF_A_MODEL
 
 
 def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -4,9 +4,9 @@ A script that trains evaluates first, or in between, hundreds of batches of one 
 few: what they leave behind is their outputs.
 
 Promises:
-- a forward is left out only if the same module, in evaluation mode and without gradients, was called three times before
-  with tensors of the same shapes and the same other arguments, and left as much behind each time: outputs of the same
-  shapes, whose values are not known;
+- a forward is left out only if the same module was called without gradients three times before with tensors of the same
+  shapes and the same other arguments, and left as much behind each time: outputs of the same shapes, whose values are
+  not known;
 - or if it goes on as three before it: those of a generation, which get a token more each time (`growing_forwards.py`);
 - what it holds while it runs, on top of what is held now, is held for a moment where that would be the peak; if it is
   too much at once, the forward is followed;
@@ -80,7 +80,7 @@ class RepeatedForwards:
 
     def run(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a module, or make its outputs if they are known."""
-        if torch.is_grad_enabled() or module.training:
+        if torch.is_grad_enabled():
             return call(module, *args, **kwargs)
         inputs, settings = _describe((args, kwargs)), _describe_settings(module)
         if settings is None:
