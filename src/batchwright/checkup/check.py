@@ -112,10 +112,10 @@ def _processor() -> str:
 
 
 def _driver() -> str:
-    asked = shutil.which("nvidia-smi")
-    if asked is None:
+    nvidia_smi = shutil.which("nvidia-smi")
+    if nvidia_smi is None:
         return "unknown (no nvidia-smi)"
-    query = [asked, "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = [nvidia_smi, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -72,8 +72,8 @@ class MeasuredProbe:
     @property
     def error(self) -> float | None:
         """How far the prediction is off, as a share of what was measured, of the first peak that both have."""
-        known = ((told, ran) for _, told, ran in self.pairs if told is not None and ran)
-        return next((told / ran - 1 for told, ran in known), None)
+        known = ((predicted, ran) for _, predicted, ran in self.pairs if predicted is not None and ran)
+        return next((predicted / ran - 1 for predicted, ran in known), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""

@@ -49,8 +49,8 @@ def try_simulated_card() -> str:
     """Trace a step on a card that need not be there, and search its largest micro-batch."""
     from batchwright.checkup.small_gpt import workload
 
-    found = bw.estimate(workload(), on="rtx-4090-24gb", find_max=True)
-    return f"micro-batch {found.micro_batch:,} would fit on rtx-4090-24gb"
+    largest = bw.estimate(workload(), on="rtx-4090-24gb", find_max=True)
+    return f"micro-batch {largest.micro_batch:,} would fit on rtx-4090-24gb"
 
 
 def try_audit() -> str:

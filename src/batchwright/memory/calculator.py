@@ -208,7 +208,7 @@ def answer_question(question: Question) -> dict[str, Any]:
     """Return everything that follows from a question, as plain data."""
     card, peak = find_card(question.card), question.peak()
     curve = Curve(peak, cap=LARGEST_COUNT)  # one for all cards: what one has looked at, the next knows
-    rows = [_answer_card(each, curve) for each in all_cards()]
+    rows = [_answer_card(card, curve) for card in all_cards()]
     here = next(row for row in rows if row.card == card.name)
     fits = here.largest_micro_batch is not None
     split = plan(

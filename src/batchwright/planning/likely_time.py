@@ -46,8 +46,8 @@ class RacedSteps:
 
     def misfit(self, curve: TimeToLoss) -> float:
         """Return half the squared distance from a curve, in errors."""
-        there = replace(curve, critical=curve.critical / self.growth)
-        expected = math.log(there.steps_at(self.batch) / there.steps_at(self.other))
+        then = replace(curve, critical=curve.critical / self.growth)
+        expected = math.log(then.steps_at(self.batch) / then.steps_at(self.other))
         return ((self.log_ratio - expected) / self.error) ** 2 / 2
 
 

@@ -219,10 +219,10 @@ def _time_layer(
     step = modes[0].log.last_step()
     if any(len(mode.seconds) != len(modes[0].seconds) for mode in modes):
         return
-    each = [statistics.median(times) for times in zip(*(mode.seconds for mode in modes), strict=True)]
-    for work, taken in zip(modes[0].log.last_entries(), each, strict=True):
+    seconds = [statistics.median(times) for times in zip(*(mode.seconds for mode in modes), strict=True)]
+    for work, taken in zip(modes[0].log.last_entries(), seconds, strict=True):
         measured.add(work, taken)
-    measured.steps.append((step, sum(each), statistics.median(whole)))
+    measured.steps.append((step, sum(seconds), statistics.median(whole)))
 
 
 def _curves(measured: _Measured) -> dict[str, list[tuple[float, float]]]:
@@ -252,18 +252,18 @@ def _host_seconds(measured: _Measured) -> dict[str, float]:
             others = sum(work.kernels for work in step.entries) - forward
             rows.append([count / whole for count in (forward, others, step.num_views)])
             rest.append((whole - operators) / whole)
-    best, found = math.inf, dict.fromkeys(_COLUMNS, 0.0)
+    best, costs = math.inf, dict.fromkeys(_COLUMNS, 0.0)
     if len(rows) < 4:
-        return {**found, "optimizer": 0.0}
+        return {**costs, "optimizer": 0.0}
     a, b = torch.tensor(rows, dtype=torch.float64), torch.tensor(rest, dtype=torch.float64).unsqueeze(1)
     for chosen in ((0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)):
         solution = torch.linalg.lstsq(a[:, list(chosen)], b).solution
         error = float((a[:, list(chosen)] @ solution - b).square().sum())
         if bool((solution >= 0).all()) and error < best:
             best = error
-            found = dict.fromkeys(_COLUMNS, 0.0)
-            found.update((_COLUMNS[column], float(value)) for column, value in zip(chosen, solution, strict=True))
-    return {**found, "optimizer": found["backward"]}
+            costs = dict.fromkeys(_COLUMNS, 0.0)
+            costs.update((_COLUMNS[column], float(value)) for column, value in zip(chosen, solution, strict=True))
+    return {**costs, "optimizer": costs["backward"]}
 
 
 def _layers() -> Iterator[Layer]:

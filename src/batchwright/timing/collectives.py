@@ -101,16 +101,16 @@ def exposed_seconds(
     `seconds` are those of each entry on the device; `spread` is by how much the step takes longer than their sum (the
     host), which leaves collectives more time to hide in.
     """
-    device = link = asked = busy = 0.0
+    device = link = begun = busy = 0.0
     for work, lasts in zip(entries, seconds, strict=True):
         if work.kind in COLLECTIVES:
             takes = collective_seconds(work.kind, work.read_bytes, devices, speed, network)
             if work.kind in REDUCED:
                 link = max(link, device) + takes
             else:
-                link = max(link, asked) + takes
+                link = max(link, begun) + takes
                 device = max(device, link)
-                asked = device
+                begun = device
             continue
         if work.phase == "optimizer":
             device = max(device, link)

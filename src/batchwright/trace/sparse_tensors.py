@@ -115,7 +115,7 @@ class SparseTensors:
             with self._trace.storages.mode:
                 return func(*args, **kwargs)
         if func in _OF_LISTS:
-            results = [self._any(_OF_LISTS[func], *each) for each in _rows(func, first, args[1:])]
+            results = [self._any(_OF_LISTS[func], *row) for row in _rows(func, first, args[1:])]
             return None if func._schema.is_mutable else results
         if func in _COPIES:
             return self._copy(func, first, kwargs)

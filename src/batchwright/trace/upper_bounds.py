@@ -106,11 +106,11 @@ class UpperBounds:
         if func is _aten.where.self:
             return _largest([self.of(part) for part in args[1:3]])
         if func in _SUMS or func in _COUNTS:
-            each = 1 if func in _COUNTS else self.of(args[0])
-            return None if each is None or not output.numel() else each * (args[0].numel() // output.numel())
+            factor = 1 if func in _COUNTS else self.of(args[0])
+            return None if factor is None or not output.numel() else factor * (args[0].numel() // output.numel())
         if func is _RUNNING_SUM:
-            each = self.of(args[0])
-            return None if each is None else each * (args[0].shape[args[1]] if args[0].dim() else 1)
+            factor = self.of(args[0])
+            return None if factor is None else factor * (args[0].shape[args[1]] if args[0].dim() else 1)
         if func in _ADDS or func in _MULTIPLIES:
             first, second = self.of(args[0]), self.of(args[1])
             if first is None or second is None:

@@ -139,13 +139,13 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += [entry for entry in value if isinstance(entry, torch.Tensor)]
-    return found
+            tensors += [entry for entry in value if isinstance(entry, torch.Tensor)]
+    return tensors
 
 
 def _total(tensors: Iterable[torch.Tensor]) -> int:

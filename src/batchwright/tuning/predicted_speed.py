@@ -56,13 +56,13 @@ def predict_throughput(work: Workload, measured: Measured, request: TuneRequest,
     unsure: list[str] = []
     times: dict[int, TimeModel] = {}
     for devices in counts:
-        made = [_row(card, steps[size], size, devices) for size in sizes]
-        known = [row for row, _ in made if isinstance(row, TimedSize)]
+        predicted = [_row(card, steps[size], size, devices) for size in sizes]
+        known = [row for row, _ in predicted if isinstance(row, TimedSize)]
         if devices == request.devices:
-            missing = next((row for row, _ in made if isinstance(row, NoTime)), None)
+            missing = next((row for row, _ in predicted if isinstance(row, NoTime)), None)
             if missing is not None:
                 return {"skipped": f"no time is predicted: {missing.reason}"}
-            rows, unsure = known, made[-1][1]
+            rows, unsure = known, predicted[-1][1]
         if len(known) == len(sizes):
             times[devices] = _fit(known)
     throughput = Throughput(work.name, request.on, request.devices, tuple(rows), times[request.devices])

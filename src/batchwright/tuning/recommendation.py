@@ -366,13 +366,13 @@ def cost_of_run(measured: Measured, request: TuneRequest, split: Plan, seconds: 
         assert request.hours is not None
         hours, span = request.hours, [request.hours] * 2
     price = request.price_per_hour
-    each = None if price is None else price * split.devices
+    hourly = None if price is None else price * split.devices
     return {
         "hours": hours,
         "hours_interval": span,
         "price_per_hour": price,
-        "cost": None if each is None else hours * each,
-        "cost_interval": None if each is None else [amount * each for amount in span],
+        "cost": None if hourly is None else hours * hourly,
+        "cost_interval": None if hourly is None else [amount * hourly for amount in span],
     }
 
 

@@ -37,9 +37,9 @@ def _lines(check: Check) -> Iterator[str]:
     yield ""
     for name, value in check.machine.items():
         yield f"{name + ':':<13}{value}"
-    there = [f"{name} {version}" for name, version in check.versions.items() if version]
+    packages = [f"{name} {version}" for name, version in check.versions.items() if version]
     missing = [name for name, version in check.versions.items() if version is None]
-    yield f"{'packages:':<13}{', '.join(there)}"
+    yield f"{'packages:':<13}{', '.join(packages)}"
     if missing:
         yield f"{'without:':<13}{', '.join(missing)}"
     for device in check.devices:
@@ -74,7 +74,7 @@ def _probe_lines(check: Check) -> Iterator[str]:
         ("peak", [kind for _, kind, *_ in rows]),
         ("predicted", [or_dash(format_bytes, predicted) for *_, predicted, _ in rows]),
         ("measured", [or_dash(format_bytes, measured) for *_, measured in rows]),
-        ("off by", [f"{told / ran - 1:+.1%}" if told is not None and ran else "-" for *_, told, ran in rows]),
+        ("off by", [f"{bytes_ / ran - 1:+.1%}" if bytes_ is not None and ran else "-" for *_, bytes_, ran in rows]),
         ("seconds\n/step", [or_dash("{:.3g}".format, probe.seconds) for probe, *_ in rows]),
     )
     yield from (f"{probe.device}: {probe.detail}" for probe in check.probes if probe.detail)

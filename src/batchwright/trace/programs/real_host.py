@@ -279,10 +279,10 @@ class RealHostTrace(Trace):
         bound, choices = self._bounds.of(chosen), self.routing.range_of(chosen)
         size = max(minlength, choices or 0, 0 if bound is None else bound + 1, 1)
         self._note("bincount: numbers that are not known were taken to occur equally often")
-        each, rest = divmod(chosen.numel(), size)
+        often, rest = divmod(chosen.numel(), size)
         counts: torch.Tensor = self._empty(types, (size,), torch.int64 if weights is None else weights.dtype)
         if weights is None:
-            self.values.learn(counts, lambda: torch.full((size,), each) + (torch.arange(size) < rest))
+            self.values.learn(counts, lambda: torch.full((size,), often) + (torch.arange(size) < rest))
         return counts
 
     def _learn_order(self, func: Any, args: Any, outputs: Any) -> None:
