@@ -236,15 +236,14 @@ def estimate(
         largest=peak.largest,
         phases=peak.phases,
         source=f"predicted, routing {run.routing}" if run.routing else "predicted",
-        notes=tuple(
-            note for note in (*run.notes, place_note, _context_note(place), _batch_note(workload, size)) if note
-        ),
+        notes=tuple(note for note in (*run.notes, place_note, _batch_note(workload, size)) if note),
         limit_bytes=limit,
         max_micro_batch=size if is_search else None,
         max_limited_by=_end_of_search(size, cap) if is_search else None,
         savings=savings,
         fits=fits,
         time=time_on_cpu(run.work, size, step) if place is None else time_on(place.card, run.work, size, step),
+        context=_context_taken(place),
     )
 
 
@@ -330,7 +329,7 @@ def _batch_note(workload: Workload, micro_batch: int) -> str:
     return workload.data.tell(micro_batch) if isinstance(workload.data, LargestBatches) else ""
 
 
-def _context_note(place: OnCard | None) -> str:
+def _context_taken(place: OnCard | None) -> str:
     """Say which context was taken."""
     if place is None:
         return ""

@@ -75,9 +75,11 @@ def _remarks_on_estimate(estimate: Estimate) -> Iterator[str]:
         yield ""
         yield "what each change would save:"
         yield from _indented(_saving_columns(estimate), left=1)
-    if estimate.notes:
+    if estimate.notes or estimate.context:
         yield ""
     yield from (f"note: {note}." for note in estimate.notes)
+    if estimate.context:
+        yield f"{estimate.context}."
 
 
 def draw_estimate(estimate: Estimate) -> RenderableType:
