@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from batchwright.timing.profile import Machine, Point, Profile, host_seconds, place_of
+from batchwright.timing.profile import Machine, Point, Profile, place_of
 from batchwright.trace.work import StepWork, Work, WorkLog
 
 _SECONDS = 60.0
@@ -150,7 +150,7 @@ def calibrate(
 def _spread(profile: Profile, measured: _Measured) -> tuple[float, float]:
     """True over predicted seconds of the layers themselves, widened: a step of many is not one of them."""
     ratios = sorted(
-        whole / (sum(map(profile.seconds_of, step.entries)) + host_seconds(step, profile))
+        whole / (sum(map(profile.seconds_of, step.entries)) + profile.beyond_operators(step))
         for step, _, whole in measured.steps
     )
     if not ratios:

@@ -102,6 +102,12 @@ class Profile:
             self._cache[key] = known
         return known
 
+    def beyond_operators(self, step: StepWork) -> float:
+        """Return what a step takes beyond its operators: autograd's and Python's part."""
+        per = self.host_seconds
+        launches = sum(work.kernels * per.get(work.phase, per["forward"]) for work in step.entries)
+        return launches + step.num_views * per.get("view", 0.0)
+
     def _bytes(self, work: Work) -> float:
         for name in (work.operator, work.kind, "elementwise"):
             curve = self.curves.get(name)
@@ -137,13 +143,6 @@ class Profile:
             "formats": list(self.formats),
             "notes": list(self.notes),
         }
-
-
-def host_seconds(step: StepWork, profile: Profile) -> float:
-    """Return what a step takes beyond its operators: autograd's and Python's part."""
-    per, views = profile.host_seconds, profile.host_seconds.get("view", 0.0)
-    launches = sum(work.kernels * per.get(work.phase, per["forward"]) for work in step.entries)
-    return launches + step.num_views * views
 
 
 def place_of(work: Work) -> tuple[float, ...]:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.timing.collectives import COLLECTIVES, Network, exposed_seconds, is_beyond_a_node
 from batchwright.timing.constants import Constants, fitted_constants
-from batchwright.timing.profile import host_seconds
 from batchwright.units import counted, positive_number, whole_number
 
 if TYPE_CHECKING:
@@ -203,7 +202,7 @@ def time_here(step: StepWork, profile: Profile, *, samples: int) -> StepTime | N
     if missing:
         return NoTime(f"the profile of {profile.machine.device} has no products in {' and '.join(missing)}")
     lasting = [profile.seconds_of(work) for work in step.entries]
-    device, host = sum(lasting), host_seconds(step, profile)
+    device, host = sum(lasting), profile.beyond_operators(step)
     seconds = max(device, host) if profile.overlaps else device + host
     timed = list(zip(step.entries, lasting, strict=True))
     parts = {work: (taken, "flops" if work.flops else "bytes") for work, taken in timed}
