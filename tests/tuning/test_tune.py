@@ -113,10 +113,9 @@ def test_a_disk_that_is_full_is_told_and_the_answer_given(tmp_path: Path) -> Non
     assert tuned.micro_batch
 
 
-def test_on_a_card_only_memory_is_answered_and_the_rest_is_said_to_be_missing() -> None:
+def test_on_a_card_memory_and_time_are_predicted_and_the_rest_is_said_to_be_missing() -> None:
     tuned = tune(quick(), on="a100-40gb", limit=64, devices=4)
-    assert tuned.run["fit"]["source"] == "predicted"
-    assert "simulated" in tuned.run["throughput"]["skipped"]
+    assert tuned.run["fit"]["source"] == tuned.run["throughput"]["source"] == "predicted"
     assert "simulated" in tuned.run["noise"]["skipped"]
     assert tuned.devices == 4
     assert any("not measured" in text for text in tuned.assumes)

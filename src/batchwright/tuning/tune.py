@@ -227,7 +227,10 @@ def _runs(work: object) -> Mapping[str, Callable[..., Section]]:
 
 
 # Between two parts of one run.
-_MAY_DIFFER = ("skip", "command", "batchwright", "torch", "python", "horizon", "race")
+_MAY_DIFFER = (
+    *("skip", "command", "batchwright", "torch", "python", "horizon", "race"),
+    *("critical_batch", "price_per_hour"),
+)
 
 
 def tune(
@@ -337,6 +340,8 @@ def _tune(
             continue
         measured = Measured.read(run)
         reason = request.reason_to_skip(stage)
+        if reason is None and request.is_on_card and stage == "throughput" and isinstance(workload, Script):
+            reason = f"{request.on} is simulated: nothing runs there, and times are predicted of a workload only"
         if reason is None and stage in TRAINING_STAGES:
             reason = _reason_not_to_train(about, measured)
         if reason is not None:
