@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_COMPILED = "torch.compile: which tensors the compiled graph keeps and reuses is not modelled"
-_FLOAT8 = "torch.compile and 8-bit matrix products: neither the compiled graph nor its casts are modelled"
+_COMPILED = "torch.compile: no workload was written yet"
+_FLOAT8 = "torch.compile and 8-bit matrix products: no workload was written yet"
 _MEGATRON = "Megatron Core: its gradient buffers and optimizer over several ranks have not been written out"
 
 # The start of an id, in order: the first that fits gives the reason.
@@ -19,7 +19,10 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("ao-titan-h100-bfloat16", _COMPILED),
     ("ao-titan-mi300x-bfloat16", _COMPILED),
     ("ao-titan", _FLOAT8),
-    ("ao-vith", "the model is compiled (README and script): what the compiled graph keeps is not modelled"),
+    (
+        "ao-vith",
+        "the model is compiled (README and script), with optimizers of 8 and 4 bits: no workload was written yet",
+    ),
     ("ao-llama2-7b", "micro-batch, checkpointing and the length of the longest batch are not in the table"),
     ("ao-llama2-1b-bf16-compile", _COMPILED),
     ("ao-llama2-1b-int8-qt-eager", "int8 weights in a tensor subclass of torchao: no workload was written"),
@@ -30,7 +33,8 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("tune-l31", _COMPILED),
     ("tune-l32-3b-baseline", "unpacked Alpaca: the length of the longest batch of that run is not known"),
     ("tune-l32-3b-init", "no step: the memory after the model was built"),
-    ("tune-l32-3b", _COMPILED),
+    ("tune-l32-3b-activation-offloading", "activations are offloaded to the host: no workload was written"),
+    ("tune-l32-3b-optimizer_in_bwd", "an optimizer for each parameter, stepped in backward: no workload was written"),
     ("tune-l2-7b-qlora", "the peak is that of building the model (9.13 of 9.29 GB), in torchao's NF4 conversion"),
     ("tune-2024h1-2x", "FSDP1 with torchtune's wrap policy of that date for LoRA: no workload was written"),
     ("tune-2024h1-8x", "FSDP1 with torchtune's wrap policy of that date over eight cards: no workload was written"),

@@ -1,4 +1,4 @@
-"""torchtune's recipes on one card, without torch.compile (2024).
+"""torchtune's recipes on one card: of 2024 without torch.compile, of its Llama 3.2 table with it too.
 
 Facts of torchtune/modules and recipes/*_single_device.py at the time: separate projections, rotation and RMSNorm in
 fp32, SDPA, weights and everything else in bf16. Until summer 2024 the logits were cast to fp32, cut by one position
@@ -8,7 +8,7 @@ length, attention goes over blocks of samples in one fused kernel: traced as cau
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -131,6 +131,7 @@ class Decoder(nn.Module):
     """The whole model; its logits are cast to fp32."""
 
     cache: torch.Tensor
+    chunks = 0
 
     def __init__(self, model: Llama, length: int) -> None:
         super().__init__()
@@ -147,8 +148,8 @@ class Decoder(nn.Module):
             for name, parameter in self.named_parameters():
                 parameter.requires_grad = "lora_" in name
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
+    def forward(self, tokens: torch.Tensor) -> Any:
+        """Return the logits, in parts where they are chunked."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = (
@@ -156,7 +157,10 @@ class Decoder(nn.Module):
                 if self.model.checkpointed
                 else layer(x, self.cache)
             )
-        logits: torch.Tensor = self.output(self.norm(x)).float()
+        x = self.norm(x)
+        if self.chunks:
+            return [self.output(part) for part in x.chunk(self.chunks, dim=1)]
+        logits: torch.Tensor = self.output(x).float()
         return logits
 
 
@@ -174,6 +178,45 @@ def _packed_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     logits = model(tokens)
     labels = torch.hstack((tokens[..., 1:], tokens.new_full((tokens.size(0), 1), -100)))
     return F.cross_entropy(logits.reshape(-1, logits.size(-1)), labels.reshape(-1))
+
+
+def _compiled_layers(model: Llama, length: int, chunks: int) -> nn.Module:
+    # torchtune's compile_model: each layer by itself.
+    decoder = Decoder(model, length)
+    decoder.chunks = chunks
+    for layer in decoder.layers:
+        layer.compile()
+    return decoder
+
+
+def _chunked_loss() -> Any:
+    # CEWithChunkedOutputLoss, of which compile_loss compiles the loss of one chunk.
+    loss_of_chunk = torch.compile(
+        lambda logits, labels: F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")
+    )
+
+    def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        logits = model(tokens)
+        labels = torch.hstack((tokens[..., 1:], tokens.new_full((tokens.size(0), 1), -100)))
+        num_tokens = (labels != -100).sum()
+        parts = zip(logits, labels.chunk(len(logits), dim=1), strict=True)
+        total: torch.Tensor = sum(
+            loss_of_chunk(part.reshape(-1, part.size(-1)), of_part.reshape(-1)) for part, of_part in parts
+        )  # type: ignore[assignment]
+        return total / num_tokens
+
+    return loss
+
+
+def compiled(model: Llama, *, length: int, chunks: int = 0) -> bw.Workload:
+    """Return a step with `compile=True`.
+
+    The recipes drop what compile_loss returns, so that a plain cross entropy stays eager; of a chunked one it is the
+    function within that is compiled.
+    """
+    loss = _chunked_loss() if chunks else _packed_loss
+    workload = finetuning(model, length=length, loss=loss, optimizer=partial(torch.optim.AdamW, fused=True))
+    return replace(workload, model=lambda: _compiled_layers(model, length, chunks))
 
 
 class PagedInBackward(StateElsewhere):
@@ -245,6 +288,14 @@ def recipes() -> dict[str, Recipe]:
         {"seq_len": 4096},
         {"doubt": "flex attention traced as causal SDPA; fused AdamW assumed"},
     )
+    # The table adds one thing after another: the chunked cross entropy comes between these two.
+    for name, checkpointed, chunks in (("compile", False, 0), ("activation-checkpointing", True, 8)):
+        made[f"tune-l32-3b-{name}"] = Recipe(
+            partial(compiled, _LLAMA_32_3B(checkpointed=checkpointed), length=4096, chunks=chunks),
+            2,
+            {"seq_len": 4096},
+            {"doubt": "flex attention traced as causal SDPA; fused AdamW assumed"},
+        )
     made["tune-2024h1-1x-rtx-4090llama2-7bfull-finetune-pagedadamw8bit-"] = Recipe(
         partial(finetuning, _LLAMA_2(), length=4096, optimizer=PagedInBackward),
         4,
