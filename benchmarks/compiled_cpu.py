@@ -5,8 +5,8 @@
 
 Both sides run three steps. Compared is the largest sum of memory within the third: of the profiler's memory events on
 one side, of the trace on the other, counted from before the model is built. The first steps of the real side hold what
-compiling takes. What waits in a cycle of references for Python's collector is collected where a phase begins. Seconds are CPU seconds of predicting. Bars: median error 0.1 %, worst 1 %. The exit code is 1 where
-one is missed.
+compiling takes. What waits in a cycle of references for Python's collector is collected where a phase begins. Seconds
+are CPU seconds of predicting. Bars: median error 0.1 %, worst 1 %. The exit code is 1 where one is missed.
 """
 
 from __future__ import annotations

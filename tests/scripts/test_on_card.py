@@ -439,27 +439,6 @@ def test_a_sampler_that_calls_a_model_again_and_again_is_not_followed_to_its_end
     assert "56 forwards without gradients" in notes
 
 
-def test_a_sampler_that_calls_a_model_again_and_again_is_not_followed_to_its_end(tmp_path: Path) -> None:
-    program = """
-        class Sampler(nn.Module):
-            def __init__(self, model):
-                super().__init__()
-                self.model = model
-            def forward(self, x):
-                for _ in range(30):
-                    x = x - 0.1 * self.model(x)
-                    assert not x.isnan().any()
-                return x
-        model = build().cuda(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        while True:
-            with torch.no_grad():
-                assert Sampler(model)(torch.randn(4, 64).cuda()).shape == (4, 64)
-            model(torch.randn(8, 64).cuda()).mean().backward(); optimizer.step()
-    """
-    notes = " ".join(run(tmp_path, program).run.notes)
-    assert "56 forwards without gradients" in notes
-
-
 def test_outputs_that_an_evaluation_keeps_do_not_make_it_another(tmp_path: Path) -> None:
     program = """
         model = nn.Linear(4096, 4096).cuda().eval(); optimizer = torch.optim.SGD(model.parameters(), 0.1); kept = []
