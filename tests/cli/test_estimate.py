@@ -65,7 +65,18 @@ def over_nothing():
 
 # The keys that the issue lists, and those we add.
 AGREED = ["schema", "micro_batch", "on", "peak_bytes", "upper_bytes", "parts", "grows_with_batch", "peak_at", "largest"]
-ADDED = ["name", "phases", "notes", "limit_bytes", "max_micro_batch", "max_limited_by", "what_if", "fits", "time"]
+ADDED = [
+    "name",
+    "phases",
+    "notes",
+    "limit_bytes",
+    "max_micro_batch",
+    "max_limited_by",
+    "what_if",
+    "fits",
+    "context",
+    "time",
+]
 PARTS = ["weights", "gradients", "optimizer", "activations", "temporaries", "inputs", "workspaces", "slack", "context"]
 
 

@@ -329,10 +329,10 @@ def _batch_note(workload: Workload, micro_batch: int) -> str:
     return workload.data.tell(micro_batch) if isinstance(workload.data, LargestBatches) else ""
 
 
-def _context_taken(place: OnCard | None) -> str:
+def _context_taken(place: OnCard | None) -> str | None:
     """Say which context was taken."""
     if place is None:
-        return ""
+        return None
     if place.correction is not None and place.correction.context is not None:
         return f"context: {format_bytes(place.correction.context)}, measured by the recorded run"
     return tell_context(place.card)

@@ -97,8 +97,8 @@ class Estimate(PrintedResult):
     """Whether the step runs on the simulated card; None where nothing was asked of one."""
     time: StepTime | NoTime | None = None
     """Seconds of a step on the simulated card, or why there are none; None where nothing was asked of a card."""
-    context: str = ""
-    """Which context of the card was taken, and by what; empty without a card."""
+    context: str | None = None
+    """Which context of the card was taken, and by what; None without a card."""
 
     @property
     def peak(self) -> int:
