@@ -68,10 +68,11 @@ class TestTheAnswer:
         assert (model.weight.device.type, model.weight.grad) == ("cpu", None)
         assert result.to_dict()["certified"] is False
 
-    def test_no_time_is_told_of_what_did_not_run(self) -> None:
+    def test_seconds_are_predicted_and_the_answer_says_so(self) -> None:
         result = bw.fit(make_rows(), on=CARD, memory=room(96), limit=4)
-        assert {trial.step_seconds for trial in result.trials} == {None}
-        assert result.fastest_micro_batch is None
+        assert all(trial.step_seconds for trial in result.trials if trial.verdict == "fits")
+        assert result.source == "predicted"
+        assert any(note.startswith("seconds are predicted") for note in result.notes)
 
     def test_the_budget_is_the_card_without_its_context(self) -> None:
         result = bw.fit(make_rows(), on=CARD, memory=room(96), limit=2)

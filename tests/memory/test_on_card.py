@@ -157,7 +157,7 @@ class TestNames:
             ("a100-50gb", "a100-80gb, a100-40gb"),
             ("a100", "a100-40gb or a100-80gb"),
             ("cuda", "cuda is a device of this machine, and an estimate runs nothing on it"),
-            ("cuda:1", "a card by name; or `fit`, which runs the step for real"),
+            ("cuda:1", "a card by name; or bw.fit, which runs the step for real"),
             ("mps", "mps is a device of this machine"),
         ],
     )

@@ -74,7 +74,7 @@ def test_a_command_that_a_package_installed_is_the_python_file_that_it_is(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "no command behind --"),
+        ([], "the command is empty"),
         (["A=1"], "no program"),
         (["bash", "run.sh"], "not a Python program"),
         (["python"], "runs no file"),

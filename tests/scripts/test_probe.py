@@ -223,7 +223,7 @@ def test_nor_is_it_if_batchwright_is_killed(folder: Path) -> None:
 
 
 def _is_probe(process: int) -> bool:
-    return b"scripts.child" in _command_line(Path(f"/proc/{process}"))
+    return b"scripts.fork_server" in _command_line(Path(f"/proc/{process}"))
 
 
 def _command_line(entry: Path) -> bytes:

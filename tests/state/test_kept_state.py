@@ -686,7 +686,7 @@ class TestWhatWasOnlyFound:
     def test_a_model_that_cannot_be_kept_is_an_error(self) -> None:
         with pytest.raises(ValueError, match="not ready"):
             KeptState().keep_all([Extra(1, 1)])
-        with pytest.raises(InvalidInputError, match="what a probe gives back must be"):
+        with pytest.raises(InvalidInputError, match="what a probe restores must be"):
             KeptState().keep_all(["weights.pt"])
 
     def test_a_step_is_probed_all_the_same_unless_it_was_handed_in(self) -> None:

@@ -194,10 +194,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pieces_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold a tensor's bytes: of one made of others (8-bit states, sparse gradients), those."""
+    """Return the tensors that hold a tensor's bytes: of one made of others (8-bit states, float8 weights), those."""
     tensor = local_part(tensor)
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
     if isinstance(tensor, FakeTensor) or not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

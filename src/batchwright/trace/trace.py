@@ -303,6 +303,9 @@ class Trace(TorchDispatchMode):
 
     def mark(self, tensor: torch.Tensor | None, part: str, operator: str, name: str) -> None:
         """Say what a block turned out to be, and whose it is."""
+        if tensor is not None and tensor.layout is torch.sparse_coo:  # it lies in its indices and values
+            self.mark(tensor._indices(), part, operator, name)
+            tensor = tensor._values()
         for piece in () if tensor is None else pieces_of(tensor):
             block = self.storages.block_of(piece)
             if block is not None:

@@ -175,9 +175,9 @@ class CachingAllocator:
 
     def _from_the_card(self, size: int, rounded: int, pool: BlockPool) -> Block:
         if self._segments.collects:
-            for pool in self._pools_by_size():
-                if not pool.is_small:
-                    self._segments.collect_old(pool)
+            for cached in self._pools_by_size():
+                if not cached.is_small:
+                    self._segments.collect_old(cached)
         block = self._taken(size, rounded, pool)
         if block is None and self._segments.give_back_unsplittable(rounded, pool):
             block = self._taken(size, rounded, pool)
