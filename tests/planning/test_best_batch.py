@@ -116,7 +116,7 @@ def test_without_a_range_it_says_how_likely_the_answer_is_as_good() -> None:
     best = best_batch(measured(2, 200, 20_000, evidence="given"), TIMES)
     assert best.range_within_5_percent is None
     assert best.chance < 0.8
-    assert mentions(best, "no batch is within 5 % of the best with a chance of 80%")
+    assert mentions(best, "no batch is within 5 % of the best with a chance of 80 %")
     assert "with a chance of" in summarize_best_batch(best)
     assert json.loads(json.dumps(best.to_dict()))["range_within_5_percent"] is None
 

@@ -67,7 +67,7 @@ class BestBatch(PrintedResult):
     def how_good(self) -> str:
         """The range that is as good, or how likely the answer is, in words."""
         if self.range_within_5_percent is None:
-            return f"within 5 % of the best with a chance of {self.chance:.0%} only"
+            return f"within 5 % of the best with a chance of {100 * self.chance:.0f} % only"
         return "{:,} to {:,} are within 5 %".format(*self.range_within_5_percent)
 
     def time_ratio(self, batch: float) -> float:
@@ -243,8 +243,9 @@ def _words(best: BestBatch, likely: LikelyTime) -> Iterator[str]:
         yield f"no evidence that a larger batch is too large; the answer rests on {rests}: {figure(best.noise_scale)}"
     if best.range_within_5_percent is None:
         yield (
-            f"no batch is within 5 % of the best with a chance of {CHANCE:.0%}: {best.value:,} is with "
-            f"{best.chance:.0%}, and takes at most {likely.longest - 1:.0%} longer with {CHANCE:.0%}"
+            f"no batch is within 5 % of the best with a chance of {100 * CHANCE:.0f} %: {best.value:,} is with "
+            f"{100 * best.chance:.0f} %, and takes at most {100 * (likely.longest - 1):.0f} % longer with "
+            f"{100 * CHANCE:.0f} %"
         )
     yield _step_words(step)
     if (step.times.largest_error or 0.0) > _POOR_FIT:

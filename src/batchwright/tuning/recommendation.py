@@ -297,9 +297,9 @@ def _soonest_reason(likely: LikelyTime, split: Plan, critical: CriticalBatch, un
             f"batch is {about}{critical.widened()}"
         )
     if likely.as_good is None:
-        reason += f"; within 5 % of the best with a chance of {likely.chance(likely.soonest):.0%} only"
+        reason += f"; within 5 % of the best with a chance of {100 * likely.chance(likely.soonest):.0f} % only"
     else:
-        reason += "; {:,} to {:,} are within 5 % with a chance of {:.0%}".format(*likely.as_good, CHANCE)
+        reason += "; {:,} to {:,} are within 5 % with a chance of {:.0f} %".format(*likely.as_good, 100 * CHANCE)
         if likely.as_good[0] <= split.effective_batch <= likely.as_good[1]:
             return reason
     over = likely.over_soonest(split.effective_batch)
@@ -502,10 +502,10 @@ def _in_short(choice: Choice, changes: Sequence[Change]) -> str:
         return f"{use} for want of a measurement: the critical batch and the time of a step would make it a choice"
     good = likely.as_good
     if good is None:
-        chance = f"{likely.chance(batch):.0%}".replace("%", " %")
         return (
-            f"{use}, which is within 5 % of the soonest with a chance of {chance}, so that no range is as good; a "
-            "better known critical batch (branches, a race) would change it most"
+            f"{use}, which is within 5 % of the soonest with a chance of {100 * likely.chance(batch):.0f} %; no range "
+            "around it is sure to be as good, and branches or a race, which tell the critical batch better, may change "
+            "it"
         )
     as_good = "nothing else is as good" if good[0] == good[1] else f"{good[0]:,} to {good[1]:,} are as good"
     larger = [change for change in changes if change.effective_batch and change.effective_batch > good[1]]

@@ -266,7 +266,7 @@ def summarize_tuned(tuned: Tuned) -> str:
     text = f"{split} ({advised['source']})"
     if good is None:
         chance = advised.get("chance_within_5_percent")
-        return text if chance is None else f"{text}; within 5 % of the best with a chance of {chance:.0%} only"
+        return text if chance is None else f"{text}; within 5 % of the best with a chance of {100 * chance:.0f} % only"
     if not good[0] <= advised["effective_batch"] <= good[1]:
         return f"{text}; {advised['best_effective_batch']:,} would be soonest"
     return text if good[0] == good[1] else f"{text}; {good[0]:,} to {good[1]:,} are as good"
