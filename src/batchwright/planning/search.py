@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, cycle, repeat
+from itertools import cycle
 
 # A look costs the same at any size, so the flat start is crossed in such strides.
 STRIDE = 16
@@ -303,9 +303,11 @@ def by_exact_peaks(cap: int, limit: int) -> Generator[int, Seen, None]:
     bounds = Bounds(cap)
     tensors: dict[int, int] = {}
     reserved: dict[int, int] = {}
-    # The middle comes in now and then, so that no curve can make the others creep. What is reserved is no line near the
-    # limit, where the allocator gives back what it has cached: after one try only the middle is left.
-    by_tensors, by_reserved = cycle((find_crossing, meet_lines, halve)), chain((find_crossing,), repeat(halve))
+    # The middle comes in now and then, so that no curve can make the others creep.
+    by_tensors = cycle((find_crossing, meet_lines, halve))
+    # What is reserved is no line near the limit, where the allocator gives back what it has cached: steps downwards,
+    # each twice the one before, reach the first that fits, and from then on only the middle is left.
+    step, low_before = 0, -1
     size = 1
     while bounds.high - bounds.low > max(1, bounds.low // _FINEST):
         seen = yield size
@@ -320,7 +322,9 @@ def by_exact_peaks(cap: int, limit: int) -> Generator[int, Seen, None]:
         elif low not in tensors or high not in tensors or limit >= reserved[high]:
             size = (low + high) // 2
         elif limit >= tensors[high]:
-            size = next(by_reserved)(reserved, low, high, limit)
+            low_before = low if low_before < 0 else low_before
+            step = 2 * step or max(1, high // _FIRST_STEP)
+            size = high - step if low == low_before and high - step > low else halve(tensors, low, high, limit)
         else:
             guess = next(by_tensors)
             # From the flat start a chord meets a limit just above it beside the smaller size, far from the rise.
@@ -335,6 +339,8 @@ def _is_flat(peaks: Mapping[int, int], size: int) -> bool:
 
 # Beyond so many samples a gap of one is finer than what an allocator rounds to: a thousandth will do.
 _FINEST = 1024
+# Of the samples whose tensors fit, so small a share is taken off first where the allocator has no room for them.
+_FIRST_STEP = 128
 _LONGEST_STRIDE = 64
 
 
