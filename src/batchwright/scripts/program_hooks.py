@@ -427,11 +427,20 @@ def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _shape_of(values: Any) -> tuple[int, ...] | None:
-    """Return the shape of the first tensor that a model was called with; of a list of objects, how many they are."""
+    """Return the shape of the first tensor that a model was called with; of a list of objects, how many they are.
+
+    >>> import numpy
+    >>> _shape_of(((numpy.zeros((8, 3)), 5), {}))  # some models make tensors of what they are given
+    (8, 3)
+    """
     leaves = list(_leaves(values))
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return tuple(map(int, leaf.shape))  # as numbers: while torch.jit traces a module, they are tensors
+    for leaf in leaves:
+        shape = getattr(leaf, "shape", None)
+        if not isinstance(leaf, nn.Module) and isinstance(shape, tuple) and shape:
+            return tuple(map(int, shape))
     for leaf in leaves:
         # A batch of graphs says how many it has: torch_geometric's in one word, dgl's in another.
         for name in ("num_graphs", "batch_size"):
