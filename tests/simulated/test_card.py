@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from batchwright.catalogue.cards import Card
+    from batchwright.simulated.allocator.segments import Block
     from batchwright.trace.run import Traced
     from batchwright.workload import Workload
 
@@ -387,3 +390,34 @@ def test_a_replay_on_a_card_without_an_end_takes_what_the_trace_took() -> None:
     assert sorted(-1 - event for event in traced.requests if event < 0) == sorted(
         {-1 - event for event in traced.requests if event < 0}
     ), "nothing is freed twice"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3 << 28), st.integers(0, 5)), min_size=1, max_size=60))
+def test_a_replay_of_what_ran_with_room_ends_as_a_run_without(requests: list[tuple[int, int]]) -> None:
+    card = card_with(1 << 12)
+    roomy, real = SimulatedCard(card, is_roomy=True), SimulatedCard(card)
+    ran_out = False
+    blocks: list[tuple[Block, Block | None]] = []
+    for size, num_freed in requests:
+        other = None
+        if not ran_out:
+            try:
+                other = real.malloc(size)
+            except torch.OutOfMemoryError:
+                ran_out = True
+        blocks.append((roomy.malloc(size), other))
+        for _ in range(min(num_freed, len(blocks) - 1) if num_freed < 3 else 0):
+            block, other = blocks.pop(0)
+            roomy.free(block)
+            if other is not None and not ran_out:
+                real.free(other)
+    assert roomy.replay_within() == (roomy.peak_bytes if ran_out else real.peak_bytes)
+
+
+def test_an_emptied_cache_is_no_request_and_cannot_be_replayed() -> None:
+    roomy = SimulatedCard(card_with(1 << 12), is_roomy=True)
+    roomy.free(roomy.malloc(30 << 20))
+    roomy.allocator.empty_cache()
+    roomy.malloc(40 << 20)
+    assert roomy.replay_within() is None

@@ -127,6 +127,9 @@ class Probes:
             has = f"{card.product} (simulated) has {format_bytes(card.total_bytes)}"
             error = f"OutOfMemoryError: {has}; the program's tensors and CUDA itself take {format_bytes(needed)}"
             return replace(run, end=OUT_OF_MEMORY, error=error)
+        if run.is_replayed:
+            error = f"OutOfMemoryError: {card.product} (simulated) runs out of memory though its cache is given back"
+            return replace(run, end=OUT_OF_MEMORY, error=error)
         # Near the limit the allocator gives back what it has cached, and more may fit.
         near = self._run(self._job(command, job.num_windows, job.limit_bytes, job.measure), command)
         return near if near.was_cut else replace(near, peak_bytes=peak)

@@ -105,7 +105,7 @@ class Watch:
         self._num_samples: int | None = None
         self._trained_loader: tuple[int, int] | None = None
         self.notes: dict[str, None] = {}
-        self.num_made_up = 0
+        self.num_made_up, self.is_replayed = 0, False
         # Whether a window that repeats the one before it is cut short: where it shows nothing new.
         self.cuts_repeats = False
         self.enter_phase: Callable[[str], object] = lambda _: None
@@ -147,6 +147,7 @@ class Watch:
             window_seconds=tuple(b - a for a, b in pairwise(self._seconds_at)),
             seconds=time.perf_counter() - self._start,
             made_up_reads=self.num_made_up,
+            is_replayed=self.is_replayed,
             notes=(*self.notes, *self._not_reached()),
         )
 

@@ -61,6 +61,8 @@ class ScriptRun:
     """What the peak of a simulated card is made of, in bytes."""
     phase_bytes: Mapping[str, int] = field(default_factory=dict)
     """The peak of each phase; on the host, of the phases that raised the peak of the run."""
+    is_replayed: bool = False
+    """The peak is of a run's requests on the card as large as it is, though it ran where memory has no end."""
     made_up_reads: int = 0
     """Values that were read back from a simulated card and are not known."""
     files_written: tuple[str, ...] = ()

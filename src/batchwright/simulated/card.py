@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from batchwright.catalogue.cards import Card, context_of, cublas_workspace_bytes
-from batchwright.simulated.allocator.caching_allocator import CachingAllocator, History, Requests, SimulatedOutOfMemory
+from batchwright.simulated.allocator.caching_allocator import (
+    CachingAllocator,
+    History,
+    Requests,
+    SimulatedOutOfMemory,
+    peaks_with_room,
+    peaks_within,
+)
 from batchwright.simulated.allocator.settings import AllocatorSettings
 from batchwright.simulated.operators.autocast import forget_casts, register_autocast
 from batchwright.simulated.operators.cuda_kernels import CudaKernels, CurrentCard, register_kernels
@@ -111,3 +118,17 @@ class SimulatedCard:
         stats = self.allocator.stats
         reserved = stats.reserved.peak
         return PeakBytes(stats.allocated.peak, reserved, reserved + self.context.typical_bytes)
+
+    def replay_within(self) -> PeakBytes | None:
+        """Return the peaks of a roomy run's requests on the card as large as it is; None if they cannot be replayed.
+
+        Near the limit the allocator gives back what it has cached. Peaks beyond the card are returned where that is not
+        enough. What is no request, such as an emptied cache, shows in the peaks of a replay with room.
+        """
+        events, settings, peak = self.requests.events, self.allocator.settings, self.peak_bytes
+        if peaks_with_room(events, settings) != (peak.allocated, peak.reserved):
+            return None
+        total = self.card.total_bytes
+        capacity = max(total - self.context.typical_bytes, 0)
+        within = peaks_within(events, capacity, settings, total)
+        return peak if within is None else PeakBytes(*within, within[1] + self.context.typical_bytes)

@@ -359,11 +359,24 @@ def goes_through(events: Sequence[int], capacity: int, settings: AllocatorSettin
     >>> [goes_through(events, mib << 20, AllocatorSettings(), mib << 20) for mib in (38, 40, 70)]
     [False, True, True]
     """
+    return peaks_within(events, capacity, settings, total_bytes) is not None
+
+
+def peaks_within(
+    events: Sequence[int], capacity: int, settings: AllocatorSettings, total_bytes: int
+) -> tuple[int, int] | None:
+    """Return the allocated and the reserved peak of a run's requests; None if they cannot all be met.
+
+    >>> from batchwright.simulated.allocator.settings import AllocatorSettings
+    >>> peaks_within([30 << 20, -1, 40 << 20], 40 << 20, AllocatorSettings(), 40 << 20) == (40 << 20, 40 << 20)
+    True
+    """
+    allocator = CachingAllocator(capacity, settings, settings.allowed_bytes(total_bytes))
     try:
-        _replay(events, CachingAllocator(capacity, settings, settings.allowed_bytes(total_bytes)))
+        _replay(events, allocator)
     except SimulatedOutOfMemory:
-        return False
-    return True
+        return None
+    return allocator.stats.allocated.peak, allocator.stats.reserved.peak
 
 
 def peaks_with_room(events: Sequence[int], settings: AllocatorSettings) -> tuple[int, int]:
