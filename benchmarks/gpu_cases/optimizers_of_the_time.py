@@ -143,3 +143,22 @@ def forget_gradients(model: torch.nn.Module) -> None:
     """Drop every gradient of a model."""
     for parameter in model.parameters():
         parameter.grad = None
+
+
+class SteppedInBackward(torch.optim.Optimizer):
+    """An optimizer of its own for every parameter, stepped as soon as the gradient is there, which is then dropped."""
+
+    def __init__(self, params: Any, kind: Any) -> None:
+        params = list(params)
+        super().__init__(params, {})
+        self.optimizers = {parameter: kind([parameter]) for parameter in params}
+        for parameter in params:
+            parameter.register_post_accumulate_grad_hook(self._update)
+
+    def _update(self, parameter: torch.Tensor) -> None:
+        self.optimizers[parameter].step()
+        self.optimizers[parameter].zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing: all is done."""

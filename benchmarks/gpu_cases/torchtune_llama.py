@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import batchwright as bw
 from gpu_cases.loop_variables import hold
-from gpu_cases.optimizers_of_the_time import StateElsewhere
+from gpu_cases.optimizers_of_the_time import StateElsewhere, SteppedInBackward
 from gpu_cases.recipes import Recipe
 
 
@@ -208,14 +208,14 @@ def _chunked_loss() -> Any:
     return loss
 
 
-def compiled(model: Llama, *, length: int, chunks: int = 0) -> bw.Workload:
+def compiled(model: Llama, *, length: int, chunks: int, optimizer: Any) -> bw.Workload:
     """Return a step with `compile=True`.
 
     The recipes drop what compile_loss returns, so that a plain cross entropy stays eager; of a chunked one it is the
     function within that is compiled.
     """
     loss = _chunked_loss() if chunks else _packed_loss
-    workload = finetuning(model, length=length, loss=loss, optimizer=partial(torch.optim.AdamW, fused=True))
+    workload = finetuning(model, length=length, loss=loss, optimizer=optimizer)
     return replace(workload, model=lambda: _compiled_layers(model, length, chunks))
 
 
@@ -289,9 +289,20 @@ def recipes() -> dict[str, Recipe]:
         {"doubt": "flex attention traced as causal SDPA; fused AdamW assumed"},
     )
     # The table adds one thing after another: the chunked cross entropy comes between these two.
-    for name, checkpointed, chunks in (("compile", False, 0), ("activation-checkpointing", True, 8)):
+    fused = partial(torch.optim.AdamW, fused=True)
+    for name, checkpointed, chunks, optimizer in (
+        ("compile", False, 0, fused),
+        ("activation-checkpointing", True, 8, fused),
+        ("optimizer_in_bwd", True, 8, partial(SteppedInBackward, kind=fused)),
+    ):
         made[f"tune-l32-3b-{name}"] = Recipe(
-            partial(compiled, _LLAMA_32_3B(checkpointed=checkpointed), length=4096, chunks=chunks),
+            partial(
+                compiled,
+                _LLAMA_32_3B(checkpointed=checkpointed),
+                length=4096,
+                chunks=chunks,
+                optimizer=optimizer,
+            ),
             2,
             {"seq_len": 4096},
             {"doubt": "flex attention traced as causal SDPA; fused AdamW assumed"},

@@ -15,7 +15,7 @@ from torch import nn
 import batchwright as bw
 from batchwright.device.step import DEFAULT_STEPS, PHASES, StepSettings, build_optimizers, evaluating, run_probe
 from batchwright.errors import InvalidInputError
-from batchwright.state.untouched import thrown_away
+from batchwright.state.untouched import thrown_away, untouched
 from batchwright.workload import Workload
 from tests.device.workloads import make_linear, mean_square
 
@@ -314,3 +314,46 @@ def test_an_optimizer_is_handed_what_its_argument_names(optimizer: Any, sizes: l
     assert [len(group["params"]) for each in optimizers for group in each.param_groups] == sizes
     assert bw.estimate(workload, on="cpu").parts["weights"] == 4 * (16 + 4 + 4 + 4)
     assert bw.estimate(workload, on="a100-40gb").fits
+
+
+class SteppedInBackward(torch.optim.SGD):
+    """A step of its own for each parameter, as soon as its gradient is there."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, lr=0.0)
+        self.steps: list[int] = []
+        self.optimizers = {parameter: torch.optim.AdamW([parameter], fused=True) for parameter in params}
+        for parameter in params:
+            parameter.register_post_accumulate_grad_hook(self.update)
+
+    def update(self, parameter: torch.Tensor) -> None:
+        self.optimizers[parameter].step()
+        self.optimizers[parameter].zero_grad()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+def test_an_optimizer_that_steps_in_backward_is_there_once() -> None:
+    model = nn.Linear(8, 1)
+    workload = make_linear(model=lambda: model, optimizer=lambda params: SteppedInBackward(params))
+    with untouched(workload):
+        build_optimizers(workload, model)
+        assert [len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters()] == [1, 1]
+
+
+@pytest.mark.parametrize("on", ["cpu", "a100-40gb"])
+def test_an_optimizer_that_steps_in_backward_is_traced(on: str) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(1000), *(nn.Linear(1000, 1000) for _ in range(3)))
+
+    def peak_of(optimizer: Any) -> int:
+        workload = make_linear(model=build, batch=lambda n: torch.randn(n, 1000), optimizer=optimizer)
+        peak = bw.estimate(workload, on=on).peak_bytes.allocated
+        assert peak is not None
+        return peak
+
+    apart = peak_of(lambda params: SteppedInBackward(params))
+    # The gradients of two layers of three are gone when the last one's is there.
+    assert 7_000_000 < peak_of(lambda params: torch.optim.AdamW(params, fused=True)) - apart < 9_000_000

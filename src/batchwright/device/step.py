@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from batchwright.device.batches import make_batch
 from batchwright.device.outcome import Outcome, is_too_small
 from batchwright.errors import InvalidInputError
+from batchwright.state.kept_tensor import hooks_taken_back
 from batchwright.state.process_state import random_sources
 from batchwright.state.untouched import current_keep, survivors, untouched
 from batchwright.units import as_list, shortened, whole_number
@@ -143,6 +144,7 @@ def handed_out(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     # Under a trace no number is drawn for real.
     sources = {} if torch._C._len_torch_dispatch_stack() else random_sources(None)
+    take_hooks_back = hooks_taken_back(_trained_by(arguments))
     returned = [function(*arguments)]  # in a list, so that no name of this frame counts as a holder
     shared = [thing for thing in as_list(returned[0]) if keep.state.has_met(thing)]
     for thing in shared:
@@ -152,6 +154,8 @@ def handed_out(function: Callable[..., Any], *arguments: Any) -> Any:
         return returned[0]
     del shared
     things = as_list(returned.pop())
+    # An optimizer that steps in backward hangs on its parameters: thrown away, it must not step beside the next one.
+    take_hooks_back()
     alive = survivors(things)
     for thing in alive:
         keep.keep_live(thing)
@@ -160,6 +164,17 @@ def handed_out(function: Callable[..., Any], *arguments: Any) -> Any:
     for put_back in sources.values():
         put_back()
     return function(*arguments)
+
+
+def _trained_by(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The parameters among what a function receives: a module's, or those in a list, with or without names."""
+    for argument in arguments:
+        if isinstance(argument, nn.Module):
+            yield from argument.parameters()
+        elif isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _trained_by(argument)
 
 
 def _references(returned: list[Any]) -> list[int]:

@@ -9,11 +9,12 @@ Promises:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -94,6 +95,8 @@ class KeptTensor:
         data = self._data
         if data is None or is_lazy(self._tensor) or data.device.type == "meta" or self._sparse:
             return None
+        if isinstance(data, FakeTensor):  # of a trace: it has none
+            return None
         if data.layout is not torch.strided:
             return partial(_replace_opaque, self._tensor, data.clone())
         # As bytes, from the first element to the last: exact for any dtype and NaN, and elements that several names
@@ -118,6 +121,32 @@ def _kept_span(
     span = torch.empty(0, dtype=torch.uint8, device=data.device).set_(storage, start, (num_bytes,), (1,))
     spans[key] = span
     return partial(_put_back_bytes, span, span.to("cpu", copy=True), storage.nbytes())
+
+
+def hooks_taken_back(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """Note which hooks tensors have; what is returned takes away those that came later.
+
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> take_back = hooks_taken_back([weight])
+    >>> _ = weight.register_post_accumulate_grad_hook(lambda weight: print("a gradient"))
+    >>> take_back()
+    >>> weight.sum().backward()
+    """
+    noted = [(tensor, name, getattr(tensor, name, None)) for tensor in tensors for name in _HOOKS]
+    before = [(tensor, name, hooks, dict(hooks or {})) for tensor, name, hooks in noted]
+
+    def take_back() -> None:
+        for tensor, name, hooks, entries in before:
+            now = getattr(tensor, name, None)
+            if hooks is not None:
+                hooks.clear()
+                hooks.update(entries)
+            if now is not hooks:
+                if now is not None:
+                    now.clear()
+                setattr(tensor, name, hooks)
+
+    return take_back
 
 
 def num_bytes_of(tensor: torch.Tensor) -> int:
