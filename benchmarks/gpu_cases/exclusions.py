@@ -11,13 +11,10 @@ _MEGATRON = "Megatron Core: its gradient buffers and optimizer over several rank
 # The start of an id, in order: the first that fits gives the reason.
 _REASONS: tuple[tuple[str, str], ...] = (
     ("titan-t1-fsdp-torch-compile-float8", _FLOAT8),
-    ("titan-t1-fsdp-torch-compile", _COMPILED),
     ("titan-t4", "FSDP, tensor parallelism, torch.compile and 8-bit products over 256 cards at once"),
     ("titan-t5", "pipeline, tensor and data parallelism over 512 cards: a schedule of stages is not traced"),
     ("titan-t6", "pipeline, tensor and context parallelism over 512 cards: a schedule of stages is not traced"),
     ("titan-", _FLOAT8),
-    ("ao-titan-h100-bfloat16", _COMPILED),
-    ("ao-titan-mi300x-bfloat16", _COMPILED),
     ("ao-titan", _FLOAT8),
     (
         "ao-vith",
@@ -34,7 +31,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("tune-l32-3b-baseline", "unpacked Alpaca: the length of the longest batch of that run is not known"),
     ("tune-l32-3b-init", "no step: the memory after the model was built"),
     ("tune-l32-3b-activation-offloading", "activations are offloaded to the host: no workload was written"),
-    ("tune-l32-3b-optimizer_in_bwd", "an optimizer for each parameter, stepped in backward: no workload was written"),
     ("tune-l2-7b-qlora", "the peak is that of building the model (9.13 of 9.29 GB), in torchao's NF4 conversion"),
     ("tune-2024h1-2x", "FSDP1 with torchtune's wrap policy of that date for LoRA: no workload was written"),
     ("tune-2024h1-8x", "FSDP1 with torchtune's wrap policy of that date over eight cards: no workload was written"),

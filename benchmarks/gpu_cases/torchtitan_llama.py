@@ -1,20 +1,27 @@
-"""torchtitan's Llama 3.1 8B over eight H100, eager (benchmarks/llama3_h100_202412_torchtitan.md, first row).
+"""torchtitan's Llama 3.1 8B over eight cards: its own table of 2024, and torchao's tables of 2025.
 
-FSDP2 by layers, parameters in bf16 and gradients reduced in fp32, the last layer not resharded after forward;
-selective checkpointing per operator (attention, and every second matrix product, are kept); AdamW; the loss in fp32
-over two sequences of 8,192; gradients clipped to a norm of 1.
+Facts of benchmarks/llama3_h100_202412_torchtitan.md and of train.py, parallelisms/parallelize_llama.py at 9dec370, and
+for torchao's docs/source/workflows/training.md of benchmarks/float8/training/llama3.sh at torchtitan's commits that it
+names: FSDP2 by layers, parameters in bf16 and gradients reduced in fp32; selective checkpointing per operator
+(attention, and every second matrix product, are kept); AdamW; the loss in fp32 over sequences of 8,192; gradients
+clipped to a norm of 1. Compiled rows compile each layer, its checkpoint within, before it is sharded.
+
+In 2024 the last layer is not resharded after forward, and the loss is never compiled. From spring 2025 on the loss is
+compiled too; from June 2025 on embedding and head are shards of their own, and the head is what is not resharded.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import batchwright as bw
 from gpu_cases.recipes import Recipe
@@ -26,9 +33,37 @@ _aten = torch.ops.aten
 
 
 def recipes() -> dict[str, Recipe]:
-    """Return the recipe of the row that is not compiled."""
-    options = {"devices": 8, "clip_norm": 1.0, "doubt": "AdamW taken as fused, the default of the released toml"}
-    return {"titan-t1-fsdp": Recipe(training, 2, shape={"seq_len": _LENGTH}, options=options)}
+    """Return the recipes of the rows in bf16."""
+    fused = "AdamW taken as fused, the default of the released toml"
+    doubts = {"titan-t1-fsdp": fused, "titan-t1-fsdp-torch-compile": fused}
+    return {
+        case: Recipe(
+            partial(training, run),
+            samples,
+            shape={"seq_len": _LENGTH},
+            options={"devices": 8, "clip_norm": 1.0, **({"doubt": doubts[case]} if case in doubts else {})},
+        )
+        for case, (run, samples) in _ROWS.items()
+    }
+
+
+@dataclass(frozen=True)
+class Run:
+    """What differs between the rows."""
+
+    compiles_layers: bool = False
+    compiles_loss: bool = False
+    shards_ends: bool = False
+
+
+_BEFORE_2025_04, _AUGUST_2025 = Run(True), Run(True, True, True)
+# case: how it was run, and samples on each card
+_ROWS = {
+    "titan-t1-fsdp": (Run(), 2),
+    "titan-t1-fsdp-torch-compile": (_BEFORE_2025_04, 2),
+    "ao-titan-h100-bfloat16": (_BEFORE_2025_04, 1),
+    "ao-titan-mi300x-bfloat16": (_AUGUST_2025, 1),
+}
 
 
 class Layer(nn.Module):
@@ -43,18 +78,7 @@ class Layer(nn.Module):
         self.w2 = _linear(_MLP, _WIDTH)
 
     def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output, checkpointed by operator."""
-        made: torch.Tensor = checkpoint(
-            self._compute,
-            x,
-            turns,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=partial(create_selective_checkpoint_contexts, _EveryOther()),
-        )
-        return made
-
-    def _compute(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output."""
         h = x + self._attend(self.attention_norm(x), turns)
         normed = self.ffn_norm(h)
         out: torch.Tensor = h + self.w2(F.silu(self.w1(normed)) * self.w3(normed))
@@ -89,6 +113,10 @@ class _EveryOther:
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(_EveryOther())
+
+
 class Llama(nn.Module):
     """The decoder, its head apart from its embedding."""
 
@@ -97,7 +125,9 @@ class Llama(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(_VOCABULARY, _WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(_LAYERS))
+        self.layers = nn.ModuleList(
+            checkpoint_wrapper(Layer(), context_fn=_contexts, preserve_rng_state=False) for _ in range(_LAYERS)
+        )
         self.norm, self.output = nn.RMSNorm(_WIDTH, 1e-5), _linear(_WIDTH, _VOCABULARY)
         self.register_buffer("turns", torch.empty(_LENGTH, _SIZE // 2, dtype=torch.complex64), persistent=False)
 
@@ -121,20 +151,35 @@ def _turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     return turned.type_as(x)
 
 
-def training() -> bw.Workload:
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+
+
+def training(run: Run) -> bw.Workload:
     """Return a rank's step."""
 
     def wrap(model: Any) -> nn.Module:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        shard = partial(
+            fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        )
+        if run.compiles_layers:
+            for layer in model.layers:
+                layer.compile(fullgraph=True)
+        if run.shards_ends:
+            shard(model.tok_embeddings, reshard_after_forward=True)
         for number, layer in enumerate(model.layers):
-            fully_shard(layer, mp_policy=policy, reshard_after_forward=number < _LAYERS - 1)
-        fully_shard(model, mp_policy=policy, reshard_after_forward=True)
+            shard(layer, reshard_after_forward=run.shards_ends or number < _LAYERS - 1)
+        if run.shards_ends:
+            shard([model.norm, model.output], reshard_after_forward=False)
+        shard(model)
         whole: nn.Module = model
         return whole
 
+    compute_loss = torch.compile(_cross_entropy) if run.compiles_loss else _cross_entropy
+
     def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-        logits = model(tokens)
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+        computed: torch.Tensor = compute_loss(model(tokens), tokens)
+        return computed
 
     return bw.Workload(
         model=Llama,
