@@ -16,12 +16,8 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("titan-t6", "pipeline, tensor and context parallelism over 512 cards: a schedule of stages is not traced"),
     ("titan-", _FLOAT8),
     ("ao-titan", _FLOAT8),
-    (
-        "ao-vith",
-        "the model is compiled (README and script), with optimizers of 8 and 4 bits: no workload was written yet",
-    ),
     ("ao-llama2-7b", "micro-batch, checkpointing and the length of the longest batch are not in the table"),
-    ("ao-llama2-1b-bf16-compile", _COMPILED),
+    ("ao-llama2-1b-bf16-compile", "the whole data set lies on the card, and how many tokens it has is not published"),
     ("ao-llama2-1b-int8-qt-eager", "int8 weights in a tensor subclass of torchao: no workload was written"),
     ("ao-llama4", "torch.compile, MXFP8 and expert parallelism over four cards"),
     ("tune-l31-llama-3-1-8bfull", "torch.compile, and the settings of this row are not stated"),

@@ -66,6 +66,46 @@ class EightBitAdamOf2022(_OneByOne):
         parameter.add_(parameter.grad, alpha=0.0)
 
 
+class AdamOfFewBits(torch.optim.Optimizer):
+    """Moments of 8 or 4 bits with a float for each block of them, updated one by one by kernels without temporaries.
+
+    Parameters below 4,096 elements keep moments like themselves. With `scales_by_rank_one` the second moment has a
+    float for each row and column instead (lpmm's rank-1 normalization), and a step makes it whole before it is used.
+    """
+
+    SMALLEST = 4096
+
+    def __init__(self, params: Any, bits: int, block: int, *, scales_by_rank_one: bool = False) -> None:
+        super().__init__(params, {})
+        self.bits, self.block, self.scales_by_rank_one = bits, block, scales_by_rank_one
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            if not state:
+                self._make(parameter, state)
+            if self.scales_by_rank_one and parameter.numel() >= self.SMALLEST:
+                whole = torch.empty_like(parameter), torch.empty_like(parameter)
+                parameter.addcdiv_(*whole, value=0.0)
+                del whole
+            assert parameter.grad is not None
+            parameter.add_(parameter.grad, alpha=0.0)
+
+    def _make(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        for moment in ("first", "second"):
+            if parameter.numel() < self.SMALLEST:
+                state[moment] = torch.zeros_like(parameter)
+                continue
+            num_bytes, blocks = -(-parameter.numel() * self.bits // 8), -(-parameter.numel() // self.block)
+            by_rank_one = self.scales_by_rank_one and moment == "second" and parameter.dim() > 1
+            state[moment] = torch.zeros(num_bytes, dtype=torch.uint8, device=parameter.device)
+            state[f"{moment}_scale"] = torch.zeros(
+                sum(parameter.shape) if by_rank_one else blocks, device=parameter.device
+            )
+
+
 class TransformersAdafactor(torch.optim.Optimizer):
     """transformers' Adafactor without momentum: factored second moments, up to three temporaries at a time.
 

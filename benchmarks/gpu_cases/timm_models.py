@@ -3,7 +3,8 @@
 GPUMemNet's 5,085 runs (tier C) say neither optimizer nor precision; timm's script defaults are taken (SGD with
 momentum, fp32), so they are for slopes and order only. torchao's ViT-g (benchmarks/benchmark_low_bit_adam.py):
 weights, gradients and moments in bf16, checkpointed blocks, fused AdamW, 45 classes, crops of 224 whatever the
-model's default, and `max_memory_allocated() / 1e9` printed with two decimals.
+model's default, and `max_memory_allocated() / 1e9` printed with two decimals. Its ViT-H: weights in fp32, bf16
+autocast, the model compiled as a whole, optimizers of 8 and 4 bits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import batchwright as bw
-from gpu_cases.optimizers_of_the_time import StateElsewhere
+from gpu_cases.optimizers_of_the_time import AdamOfFewBits, StateElsewhere
 from gpu_cases.outside_packages import timm
 from gpu_cases.recipes import Recipe
 from gpu_cases.torchvision_cnns import classification_loss
@@ -33,6 +34,14 @@ _XCEPTION = {
     "device_holds": "reserved and context",
     "context_from": "gpumemnet-timm-vit_base_patch16_224-bs32",
     "doubt": "cudnn.benchmark is not stated; timm's xception is its legacy_xception of today",
+}
+
+# Blocks as they were in 2024: bitsandbytes' 0.43, torchao's prototype and lpmm.
+_FEW_BITS = {
+    "bitsandbytes-8-bit-adamw": partial(AdamOfFewBits, bits=8, block=2048),
+    "torchao-8-bit-adamw": partial(AdamOfFewBits, bits=8, block=2048),
+    "lpmm-4-bit-adamw": partial(AdamOfFewBits, bits=4, block=128),
+    "lpmm-4-bit-adamw-rank-1-norm": partial(AdamOfFewBits, bits=4, block=128, scales_by_rank_one=True),
 }
 
 _SIZES = (
@@ -68,6 +77,8 @@ def recipes() -> dict[str, Recipe]:
         32,
         options={"doubt": "the offloading optimizer's own streams are not modelled: state on the host, step in place"},
     )
+    for name, optimizer in _FEW_BITS.items():
+        made[f"ao-vith-{name}"] = Recipe(partial(_vit_huge, optimizer), 8)
     return made
 
 
@@ -112,4 +123,23 @@ def _vit_giant(optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer]) -> b
         loss=classification_loss,
         optimizer=optimizer,
         name="vit_giant_patch14_dinov2",
+    )
+
+
+def _vit_huge(optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer]) -> bw.Workload:
+    def build() -> torch.nn.Module:
+        model = timm().create_model("vit_huge_patch14_224", pretrained=False, num_classes=45)
+        model.compile(fullgraph=True)
+        return model  # type: ignore[no-any-return]
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return classification_loss(model, batch)
+
+    return bw.Workload(
+        model=build,
+        batch=lambda n: {"images": torch.randn(n, 3, 224, 224), "labels": torch.randint(0, 45, (n,))},
+        loss=loss,
+        optimizer=lambda params: optimizer(params),
+        name="vit_huge_patch14_224",
     )
