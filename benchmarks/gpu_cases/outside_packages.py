@@ -1,9 +1,9 @@
-"""torchvision and timm, taken from a folder of their own.
+"""torchvision, timm and torchao, taken from a folder of their own.
 
 They are no dependency of the project, and torchvision's wheel for a GPU cannot load its operators beside a torch
 without one. The models need none of these operators, so the package is put into a folder and imported without them:
 
-    pip install --no-deps --target FOLDER torchvision==0.28.0 timm==1.0.30
+    pip install --no-deps --target FOLDER torchvision==0.28.0 timm==1.0.30 torchao==0.18.0
     export BATCHWRIGHT_GPU_CASES=FOLDER
 
 torchvision 0.28 goes with torch 2.13.
@@ -35,6 +35,11 @@ def timm() -> Any:
     return _from_folder("timm")
 
 
+def torchao_float8() -> Any:
+    """Return the module torchao.float8."""
+    return _from_folder("torchao.float8")
+
+
 def _from_folder(module: str) -> Any:
     if module in sys.modules:
         return sys.modules[module]
@@ -54,6 +59,6 @@ def _from_folder(module: str) -> Any:
     except ImportError as error:
         raise SystemExit(
             f"{module} is needed for these cases: {error}.\n"
-            "  pip install --no-deps --target FOLDER torchvision==0.28.0 timm==1.0.30\n"
+            "  pip install --no-deps --target FOLDER torchvision==0.28.0 timm==1.0.30 torchao==0.18.0\n"
             f"  export {FOLDER_VARIABLE}=FOLDER"
         ) from error

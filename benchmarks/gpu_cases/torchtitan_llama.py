@@ -3,7 +3,7 @@
 Facts of benchmarks/llama3_h100_202412_torchtitan.md and of train.py, parallelisms/parallelize_llama.py at 9dec370, and
 for torchao's docs/source/workflows/training.md of benchmarks/float8/training/llama3.sh at torchtitan's commits that it
 names: FSDP2 by layers, parameters in bf16 and gradients reduced in fp32; selective checkpointing per operator
-(attention, and every second matrix product, are kept); AdamW; the loss in fp32 over sequences of 8,192; gradients
+(attention, every second matrix product and the largest value of a tensor are kept); AdamW; the loss in fp32 over sequences of 8,192; gradients
 clipped to a norm of 1. Compiled rows compile each layer, its checkpoint within, before it is sharded.
 
 In 2024 the last layer is not resharded after forward, and the loss is never compiled. From spring 2025 on the loss is
@@ -12,7 +12,7 @@ compiled too; from June 2025 on embedding and head are shards of their own, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import batchwright as bw
+from gpu_cases.outside_packages import torchao_float8
 from gpu_cases.recipes import Recipe
 
 _LAYERS, _WIDTH, _HEADS, _GROUPS, _MLP, _VOCABULARY = 32, 4096, 32, 8, 14336, 128256
@@ -54,6 +55,8 @@ class Run:
     compiles_layers: bool = False
     compiles_loss: bool = False
     shards_ends: bool = False
+    float8: str = ""
+    """torchao's recipe for the linear layers of blocks."""
 
 
 _BEFORE_2025_04, _AUGUST_2025 = Run(True), Run(True, True, True)
@@ -63,6 +66,9 @@ _ROWS = {
     "titan-t1-fsdp-torch-compile": (_BEFORE_2025_04, 2),
     "ao-titan-h100-bfloat16": (_BEFORE_2025_04, 1),
     "ao-titan-mi300x-bfloat16": (_AUGUST_2025, 1),
+    "ao-titan-h100-float8-rowwise-bf16-all-gather": (replace(_BEFORE_2025_04, float8="rowwise"), 1),
+    "ao-titan-mi300x-float8-rowwise": (replace(_AUGUST_2025, float8="rowwise"), 1),
+    "ao-titan-mi300x-float8-rowwise_with_gw_hp": (replace(_AUGUST_2025, float8="rowwise_with_gw_hp"), 1),
 }
 
 
@@ -109,7 +115,7 @@ class _EveryOther:
             self.products[context.is_recompute] += 1
             is_kept = self.products[context.is_recompute] % 2 == 1
         else:
-            is_kept = func in (_aten._scaled_dot_product_flash_attention.default,)
+            is_kept = func in (_aten._scaled_dot_product_flash_attention.default, _aten.max.default)
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -122,11 +128,11 @@ class Llama(nn.Module):
 
     turns: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, float8: str = "") -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(_VOCABULARY, _WIDTH)
         self.layers = nn.ModuleList(
-            checkpoint_wrapper(Layer(), context_fn=_contexts, preserve_rng_state=False) for _ in range(_LAYERS)
+            checkpoint_wrapper(_layer(float8), context_fn=_contexts, preserve_rng_state=False) for _ in range(_LAYERS)
         )
         self.norm, self.output = nn.RMSNorm(_WIDTH, 1e-5), _linear(_WIDTH, _VOCABULARY)
         self.register_buffer("turns", torch.empty(_LENGTH, _SIZE // 2, dtype=torch.complex64), persistent=False)
@@ -139,6 +145,14 @@ class Llama(nn.Module):
             x = layer(x, turns)
         logits: torch.Tensor = self.output(self.norm(x))
         return logits
+
+
+def _layer(float8: str) -> nn.Module:
+    layer: nn.Module = Layer()
+    if float8:
+        package = torchao_float8()
+        layer = package.convert_to_float8_training(layer, config=package.Float8LinearConfig.from_recipe_name(float8))
+    return layer
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
@@ -182,7 +196,7 @@ def training(run: Run) -> bw.Workload:
         return computed
 
     return bw.Workload(
-        model=Llama,
+        model=partial(Llama, run.float8),
         batch=lambda n, seq_len: torch.randint(0, _VOCABULARY, (n, seq_len)),
         loss=loss,
         optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4, fused=True),
