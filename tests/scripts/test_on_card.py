@@ -296,6 +296,13 @@ def test_the_peak_is_that_of_a_workload_of_the_same_step(tmp_path: Path) -> None
             while True:
                 model(torch.randn(8, 2**15, dtype=torch.bfloat16).cuda()).mean().backward(); optimizer.step()
         """,
+        "a model that is saved from the host after each step, and moved back": """
+            model = build().cuda(); optimizer = torch.optim.Adam(model.parameters())
+            while True:
+                model(torch.randn(8, 64).cuda()).mean().backward(); optimizer.step()
+                torch.save(model.cpu(), "model.pt"); assert not next(model.parameters()).is_cuda
+                model.cuda(); assert next(model.parameters()).grad.is_cuda
+        """,
         "loader workers, pinned memory, a compiled model": """
             data = torch.utils.data.TensorDataset(torch.randn(64, 64))
             loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=1, pin_memory=True)

@@ -222,6 +222,9 @@ def _move(tensor: Any, fn: Callable[[Any], Any]) -> None:
         moved = fn(tensor)
     if moved is tensor:
         return
+    if isinstance(tensor, FakeTensor) and type(moved) in (torch.Tensor, nn.Parameter):  # to a real host
+        put_into(tensor, moved)
+        return
     moved = moved.detach().requires_grad_(tensor.requires_grad)
     if not isinstance(tensor, FakeTensor):  # a shard
         torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad))

@@ -490,5 +490,7 @@ def _move_real(parameter: torch.Tensor, function: Callable[[Any], Any]) -> None:
     if not isinstance(moved, FakeTensor):
         parameter.data = moved
         return
-    parameter.grad = None
+    gradient, parameter.grad = parameter.grad, None
     put_into(parameter, moved)
+    if gradient is not None:
+        parameter.grad = function(gradient)
