@@ -129,7 +129,9 @@ def advise_run(run: Run, request: TuneRequest) -> None:
         "seconds_per_step": seconds,
         "samples_per_second": None if seconds is None else split.effective_batch / seconds,
         "time_to_target": trace_curve(choice),
-        "in_short": _in_short(choice, changes),
+        "in_short": _in_short(
+            choice, changes, is_chosen=request.effective_batch is not None or measured.race is not None
+        ),
         "by_devices": compare_devices(measured, choice),
         "run": cost_of_run(measured, request, split, seconds),
         "reasons": list(choice.reasons),
@@ -494,12 +496,18 @@ def _way_to(horizon: Horizon | None) -> str:
     )
 
 
-def _in_short(choice: Choice, changes: Sequence[Change]) -> str:
-    """Say in one sentence what to use, what is as good, and what would change it."""
+def _in_short(choice: Choice, changes: Sequence[Change], *, is_chosen: bool) -> str:
+    """Say in one sentence what to use, what is as good, and what would change it.
+
+    `is_chosen` means that the batch was asked for or won a race, whatever is known of times.
+    """
     batch, likely = choice.plan.effective_batch, choice.likely
     use = f"use {counted(batch, 'sample')} per step"
     if likely is None:
-        return f"{use} for want of a measurement: the critical batch and the time of a step would make it a choice"
+        missing = "for a recommendation the critical batch and the time of a step must be measured or given"
+        if is_chosen:
+            return f"{use}; {missing}"
+        return f"{counted(batch, 'sample')} per step are one micro-batch on each device, no recommendation: {missing}"
     good = likely.as_good
     if good is None:
         return (
