@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 _COMPILED = "torch.compile: no workload was written yet"
-_FLOAT8 = "torch.compile and 8-bit matrix products: no workload was written yet"
+_FLOAT8 = "whether weights are gathered in float8 is not stated in the table"
+_MXFP8 = "MXFP8 linear layers of a prototype of torchao's of that date: no workload was written"
+_CONTEXT = "context parallelism over all cards, and float8 layers of unstated settings: no workload was written"
 _MEGATRON = "Megatron Core: its gradient buffers and optimizer over several ranks have not been written out"
 
 # The start of an id, in order: the first that fits gives the reason.
@@ -14,8 +16,9 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("titan-t4", "FSDP, tensor parallelism, torch.compile and 8-bit products over 256 cards at once"),
     ("titan-t5", "pipeline, tensor and data parallelism over 512 cards: a schedule of stages is not traced"),
     ("titan-t6", "pipeline, tensor and context parallelism over 512 cards: a schedule of stages is not traced"),
+    ("titan-t2", _CONTEXT),
     ("titan-", _FLOAT8),
-    ("ao-titan", _FLOAT8),
+    ("ao-titan-b200", _MXFP8),
     ("ao-llama2-7b", "micro-batch, checkpointing and the length of the longest batch are not in the table"),
     ("ao-llama2-1b-bf16-compile", "the whole data set lies on the card, and how many tokens it has is not published"),
     ("ao-llama2-1b-int8-qt-eager", "int8 weights in a tensor subclass of torchao: no workload was written"),

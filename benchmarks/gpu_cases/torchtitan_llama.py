@@ -7,8 +7,10 @@ names: FSDP2 by layers, parameters in bf16 and gradients reduced in fp32; select
 sequences of 8,192; gradients clipped to a norm of 1. Compiled rows compile each layer, its checkpoint within, before
 it is sharded.
 
-In 2024 the last layer is not resharded after forward, and the loss is never compiled. From spring 2025 on the loss is
-compiled too; from June 2025 on embedding and head are shards of their own, and the head is what is not resharded.
+In 2024 the last layer is not resharded after forward, and the loss is never compiled. From April 2025 on the loss is
+compiled too; from the end of July on embedding and head are shards of their own, and the head is not resharded.
+Float8 layers are torchao's own of today; the scales of all weights, gathered at once after a step, are left out.
+benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md: the same over 32 cards, in June 2025.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def recipes() -> dict[str, Recipe]:
             partial(training, run),
             samples,
             shape={"seq_len": _LENGTH},
-            options={"devices": 8, "clip_norm": 1.0, **({"doubt": doubts[case]} if case in doubts else {})},
+            options={"devices": run.devices, "clip_norm": 1.0, **({"doubt": doubts[case]} if case in doubts else {})},
         )
         for case, (run, samples) in _ROWS.items()
     }
@@ -57,10 +59,11 @@ class Run:
     compiles_loss: bool = False
     shards_ends: bool = False
     float8: str = ""
-    """torchao's recipe for the linear layers of blocks."""
+    """torchao's recipe for the linear layers of blocks; tensor-wise ones are gathered in float8."""
+    devices: int = 8
 
 
-_BEFORE_2025_04, _AUGUST_2025 = Run(True), Run(True, True, True)
+_BEFORE_2025_04, _JUNE_2025, _AUGUST_2025 = Run(True), Run(True, True), Run(True, True, True)
 # case: how it was run, and samples on each card
 _ROWS = {
     "titan-t1-fsdp": (Run(), 2),
@@ -68,8 +71,10 @@ _ROWS = {
     "ao-titan-h100-bfloat16": (_BEFORE_2025_04, 1),
     "ao-titan-mi300x-bfloat16": (_AUGUST_2025, 1),
     "ao-titan-h100-float8-rowwise-bf16-all-gather": (replace(_BEFORE_2025_04, float8="rowwise"), 1),
+    "ao-titan-mi300x-float8-tensorwise-float8-all-gather": (replace(_AUGUST_2025, float8="tensorwise"), 1),
     "ao-titan-mi300x-float8-rowwise": (replace(_AUGUST_2025, float8="rowwise"), 1),
     "ao-titan-mi300x-float8-rowwise_with_gw_hp": (replace(_AUGUST_2025, float8="rowwise_with_gw_hp"), 1),
+    "titan-h200-4nodes": (replace(_JUNE_2025, float8="tensorwise, recomputed", devices=32), 2),
 }
 
 
@@ -152,7 +157,14 @@ def _layer(float8: str) -> nn.Module:
     layer: nn.Module = Layer()
     if float8:
         package = torchao_float8()
-        layer = package.convert_to_float8_training(layer, config=package.Float8LinearConfig.from_recipe_name(float8))
+        config = (
+            package.Float8LinearConfig(
+                enable_fsdp_float8_all_gather=True, force_recompute_fp8_weight_in_bwd=float8.endswith("recomputed")
+            )
+            if float8.startswith("tensorwise")
+            else package.Float8LinearConfig.from_recipe_name(float8)
+        )
+        layer = package.convert_to_float8_training(layer, config=config)
     return layer
 
 
