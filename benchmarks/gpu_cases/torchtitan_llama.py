@@ -4,8 +4,8 @@ Facts of benchmarks/llama3_h100_202412_torchtitan.md and of train.py, parallelis
 for torchao's docs/source/workflows/training.md of benchmarks/float8/training/llama3.sh at torchtitan's commits that it
 names: FSDP2 by layers, parameters in bf16 and gradients reduced in fp32; selective checkpointing per operator
 (attention, every second matrix product and the largest value of a tensor are kept); AdamW; the loss in fp32 over
-sequences of 8,192; gradients clipped to a norm of 1. Compiled rows compile each layer, its checkpoint within, before
-it is sharded.
+sequences of 8,192; gradients
+clipped to a norm of 1. Compiled rows compile each layer, its checkpoint within, before it is sharded.
 
 In 2024 the last layer is not resharded after forward, and the loss is never compiled. From April 2025 on the loss is
 compiled too; from the end of July on embedding and head are shards of their own, and the head is not resharded.
