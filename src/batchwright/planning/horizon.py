@@ -228,13 +228,16 @@ def find_horizon(
     until_loss: float | None = None,
     data: int | None = None,
     seconds_to: Callable[[CriticalBatch, float], float] | None = None,
+    is_refused: bool = False,
 ) -> Horizon:
-    """Return the horizon that was asked for.
+    """Return the horizon that was asked for, or the usual one.
 
     - `samples`, `hours`, `until_loss`: one of them, or none.
     - `data`: how many samples the dataset has.
     - `seconds_to`: the least seconds in which a run with a critical batch makes so much progress.
+    - `is_refused`: one was asked for that cannot be used, so that the usual one is taken.
     """
+    why = "as the one that was asked for cannot be used" if is_refused else "as no horizon was given"
     if samples is not None:
         steps, words = (
             samples / course.batch,
@@ -248,10 +251,10 @@ def find_horizon(
     elif until_loss is not None:
         steps, words = _steps_to(course, until_loss)
     elif data is not None and data > course.steps * course.batch:
-        steps, words = data / course.batch, f"until the data was seen once, {data:,} samples, as no horizon was given"
+        steps, words = data / course.batch, f"until the data was seen once, {data:,} samples, {why}"
     else:
         steps = _USUAL_LENGTH * course.steps
-        words = f"until {_USUAL_LENGTH} times what was trained, as no horizon was given"
+        words = f"until {_USUAL_LENGTH} times what was trained, {why}"
     steps = max(steps, 1.0)
     return Horizon(steps, steps * course.batch, steps / max(course.steps, 1), words)
 

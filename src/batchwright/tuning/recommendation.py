@@ -172,10 +172,8 @@ def plan_horizon(measured: Measured, request: TuneRequest) -> tuple[Horizon | No
     try:
         return find_horizon(course, **given, data=measured.samples, seconds_to=seconds_to), ""
     except InvalidInputError as error:
-        usual = find_horizon(course, data=measured.samples)
-        words = usual.words.replace("as no horizon was given", "as the one that was asked for cannot be used")
-        problem = error.problem.rstrip(".")
-        return replace(usual, words=words), f"the horizon that was asked for is left out: {problem}"
+        usual = find_horizon(course, data=measured.samples, is_refused=True)
+        return usual, f"the horizon that was asked for is left out: {error.problem.rstrip('.')}"
 
 
 def pick_critical(measured: Measured, horizon: Horizon | None, given: float | None = None) -> CriticalUsed:
