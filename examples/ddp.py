@@ -12,6 +12,7 @@ it synchronises ranks once per optimizer step, and takes the mean over the chara
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from typing import TYPE_CHECKING
 
@@ -130,6 +131,10 @@ def train(micro_batch: int, accumulation: int, learning_rate: float) -> None:
         effective = micro_batch * accumulation * ranks
         print(f"loss {losses[0]:.3f} at the first of {len(losses)} steps, {losses[-1]:.3f} at the last")
         print(f"effective batch {micro_batch} x {accumulation} x {ranks} = {effective}, {rate:,.0f} samples/s")
+    # Gloo's threads abort a process, now and then, in which a model outlives its group until Python ends.
+    del accumulator, model, optimizer
+    gc.collect()
+    dist.barrier()
     dist.destroy_process_group()
 
 
