@@ -33,6 +33,7 @@ from batchwright.noise.noise_result import judge
 from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.planning.times import TimeModel
 from batchwright.tuning.race import race_batches
+from batchwright.tuning.rate_sweep import sweep_rates
 from batchwright.tuning.recommendation import advise_run
 from batchwright.tuning.run_file import Measured, is_done
 from batchwright.tuning.stages import train_branches
@@ -298,11 +299,11 @@ def measure(task: Task, name: str, grid: Grid, cache: Cache, *, with_branches: b
 
     def begin() -> Any:
         request = request_of(task, name, with_branches=False, with_race=False)
-        skip = ("fit", "estimate", "throughput", "audit")
+        skip = ("fit", "estimate", "throughput", "audit", "rate")
         horizon = {"steps": request.steps, "noise_batch": DEFAULT, "samples": request.samples, "seed": request.seed}
         return tune(workload, on="cpu", skip=skip, **horizon).run  # type: ignore[arg-type]  # one by one
 
-    run = cache.get(f"tune to the {name} loss", begin)
+    run = {"rate": {"skipped": "not reached"}, **cache.get(f"tune to the {name} loss", begin)}
     if not with_branches:
         return {**run, "branches": {"skipped": "not asked for"}}
     request = request_of(task, name, with_branches=True, with_race=False)
@@ -313,10 +314,18 @@ def measure(task: Task, name: str, grid: Grid, cache: Cache, *, with_branches: b
     return {**run, "branches": cache.get(f"branches to the {name} loss", branch)}
 
 
-def advise(run: dict[str, Any], task: Task, name: str, cost: int) -> dict[str, Any]:
-    """Return the recommendation at a cost of steps."""
+def advise(run: dict[str, Any], task: Task, name: str, cost: int, grid: Grid, cache: Cache) -> dict[str, Any]:
+    """Return the recommendation at a cost of steps, with the sweep of rates that tune makes without branches."""
     told = counted_cost(run, cost)
-    advise_run(told, request_of(task, name, with_branches=is_done(run["branches"]), with_race=False))
+    request = request_of(task, name, with_branches=is_done(run["branches"]), with_race=False)
+    workload = workload_of(task, rate_of(task, grid.best(name, DEFAULT)[0]))
+
+    def sweep() -> Any:
+        return sweep_rates(workload, Measured.read(told), request, lambda text: None)
+
+    if not is_done(run["branches"]):
+        told["rate"] = cache.get(f"rate to the {name} loss, cost {cost}", sweep)
+    advise_run(told, request)
     recommendation: dict[str, Any] = told["recommendation"]
     return recommendation
 
@@ -408,7 +417,7 @@ def judge_task(
                         said = race_at(task, name, cost, grid, asked)
                     else:
                         run = measure(task, name, grid, asked, with_branches=way == "branches")
-                        said = advise(run, task, name, cost)
+                        said = advise(run, task, name, cost, grid, asked)
                     row["batch"] = said["effective_batch"]
                     row["said"] = (
                         said["critical_batch"] and CriticalBatch.from_dict(said["critical_batch"]).likely().value

@@ -62,7 +62,9 @@ _FOR_SCRIPTS = (
 )
 @click.option("--hours", type=float, help="How long the run is to take, instead of --samples.")
 @click.option("--until-loss", type=float, metavar="LOSS", help="The loss at which it is to end, instead of --samples.")
-@click.option("--skip", metavar="STAGES", help="Leave out fit, estimate, throughput, audit, noise, branches or race.")
+@click.option(
+    "--skip", metavar="STAGES", help="Leave out fit, estimate, throughput, audit, noise, branches, race or rate."
+)
 @click.option(
     "--run-file", "file", metavar="FILE", default="run.json", show_default=True, help="Where the run is written."
 )

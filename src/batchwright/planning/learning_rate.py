@@ -247,6 +247,8 @@ def _checked_decay(value: object) -> float:
 _ONE_FACTOR = math.sqrt(2)
 # In three of four settings the rule was within this of the rate that a grid found best (benchmarks/recommendation.py).
 _RULE_OFF_BY = 1.5
+# As the rule, for a sweep that takes a fifth of the run.
+_SWEEP_OFF_BY = 1.5
 
 
 @dataclass(frozen=True)
@@ -316,6 +318,38 @@ def rate_from_race(rate: float, factors: Mapping[int, float], batch: int) -> Rec
         low=rate * factor / _ONE_FACTOR,
         high=rate * factor * _ONE_FACTOR,
         rule=f"tuned by factors of the root of 2 in a race {place}",
+    )
+
+
+def rate_from_sweep(
+    rate: float, factor: float, batch: int, open_sides: tuple[bool, bool], ruled: RecommendedRate | None = None
+) -> RecommendedRate:
+    """Return a rate by the best of a few that were tried at a batch, and by the rule if there is one.
+
+    A side on which none was tried is left wider.
+
+    >>> swept = rate_from_sweep(0.1, 2.0, 64, (False, True))
+    >>> round(swept.low, 3), round(swept.recommended, 3), round(swept.high, 3)
+    (0.133, 0.2, 0.424)
+    """
+    rule = f"tuned by factors of the root of 2 in short trainings at batch {batch:,}: {rate * factor:.3g}"
+    if any(open_sides):
+        rule += f", and no {'lower' if open_sides[0] else 'higher'} one was tried"
+    lower, higher = (_SWEEP_OFF_BY * (_ONE_FACTOR if is_open else 1.0) for is_open in open_sides)
+    if ruled is not None:
+        rule += f"; the rule says {ruled.recommended:.3g}, and this is the middle of both"
+        apart = math.sqrt(max(factor / ruled.factor, ruled.factor / factor))
+        lower, higher = max(lower, apart), max(higher, apart)
+        factor = math.sqrt(factor * ruled.factor)
+    return RecommendedRate(
+        source="measured",
+        now=rate,
+        at_batch=None,
+        factor=factor,
+        recommended=rate * factor,
+        low=rate * factor / lower,
+        high=rate * factor * higher,
+        rule=rule,
     )
 
 

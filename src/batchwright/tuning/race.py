@@ -37,7 +37,14 @@ from batchwright.planning.likely_time import CHANCE, RacedSteps
 from batchwright.planning.plan import plan
 from batchwright.planning.time_to_loss import StepSeconds
 from batchwright.state.untouched import untouched
-from batchwright.tuning.recommendation import Choice, choose, pick_critical, plan_horizon, recommend_rate
+from batchwright.tuning.recommendation import (
+    Choice,
+    choose,
+    pick_critical,
+    plan_horizon,
+    recommend_rate,
+    seconds_to_horizon,
+)
 from batchwright.units import LARGEST_COUNT, counted
 
 if TYPE_CHECKING:
@@ -311,11 +318,10 @@ def _seconds_to_race(
     measured: Measured, choice: Choice, horizon: Horizon | None, steps: int, step: StepSeconds
 ) -> tuple[float, float]:
     """Return how long each training of a race takes, and what share of the way to the horizon that is."""
-    batch = choice.plan.effective_batch
-    if measured.noise is None or measured.noise.course is None or horizon is None or choice.likely is None:
-        return steps * step.at(batch), 0.0
-    to_horizon = measured.noise.course.progress(horizon.steps) * choice.likely.curve.steps_at(batch)
-    whole, longest = to_horizon * step.at(batch), _LONGEST * steps * step.at(measured.noise.effective_batch)
+    whole = seconds_to_horizon(measured, choice, horizon, step)
+    if whole is None or measured.noise is None:
+        return steps * step.at(choice.plan.effective_batch), 0.0
+    longest = _LONGEST * steps * step.at(measured.noise.effective_batch)
     return min(whole, longest), min(longest / whole, 1.0)
 
 

@@ -19,7 +19,13 @@ from batchwright.errors import BatchwrightError, InvalidInputError, NotExpressib
 from batchwright.planning.critical_batch import CriticalBatch, figure, pooled
 from batchwright.planning.dialects import FRAMEWORKS
 from batchwright.planning.horizon import Horizon, find_horizon
-from batchwright.planning.learning_rate import RecommendedRate, rate_by_rule, rate_from_branches, rate_from_race
+from batchwright.planning.learning_rate import (
+    RecommendedRate,
+    rate_by_rule,
+    rate_from_branches,
+    rate_from_race,
+    rate_from_sweep,
+)
 from batchwright.planning.likely_time import CHANCE, LikelyTime
 from batchwright.planning.plan import Plan, plan
 from batchwright.planning.time_to_loss import StepSeconds, TimeToLoss
@@ -376,20 +382,31 @@ def cost_of_run(measured: Measured, request: TuneRequest, split: Plan, seconds: 
     }
 
 
+def seconds_to_horizon(measured: Measured, choice: Choice, horizon: Horizon | None, step: StepSeconds) -> float | None:
+    """Return how long the chosen batch takes to the horizon, counted; None if that is not known."""
+    if measured.noise is None or measured.noise.course is None or horizon is None or choice.likely is None:
+        return None
+    batch = choice.plan.effective_batch
+    return measured.noise.course.progress(horizon.steps) * choice.likely.curve.steps_at(batch) * step.at(batch)
+
+
 def recommend_rate(measured: Measured, choice: Choice, batch: int) -> RecommendedRate | None:
-    """Return the learning rate for a batch, tuned by a race or branches or by a rule; None if nothing tells it."""
+    """Return the learning rate for a batch, tuned by a race, branches or a sweep, or by a rule; None without any."""
     workload = measured.workload
     if workload is None or workload.learning_rate is None:
         return None
+    now, ruled = workload.learning_rate, None
     if measured.race is not None and measured.race.reaches_horizon:
-        return rate_from_race(workload.learning_rate, measured.race.factors, batch)
-    ruled = None
+        return rate_from_race(now, measured.race.factors, batch)
     if workload.optimizer is not None and measured.noise is not None and choice.critical is not None:
         before = measured.noise.effective_batch
-        ruled = rate_by_rule(workload.learning_rate, workload.optimizer, before, batch, choice.critical)
-    if measured.branches is None or not measured.branches.factors:
-        return ruled
-    return rate_from_branches(workload.learning_rate, measured.branches.factors, batch, ruled)
+        ruled = rate_by_rule(now, workload.optimizer, before, batch, choice.critical)
+    swept, branches = measured.rate, measured.branches
+    if swept is not None and swept.batch == batch:
+        return rate_from_sweep(now, swept.factor, batch, swept.open_sides, ruled)
+    if branches is not None and branches.factors:
+        return rate_from_branches(now, branches.factors, batch, ruled)
+    return ruled
 
 
 def _with_twice_the_memory(measured: Measured, choice: Choice, *, keeps_batch: bool) -> Change:
@@ -470,6 +487,9 @@ def _no_rate(measured: Measured, rate: RecommendedRate | None) -> str:
     if workload.learning_rate is None and measured.race is not None and measured.race.reaches_horizon:
         raced = measured.race.factors
         return f"multiply the learning rate of every group by {raced[measured.race.winner]:.3g}, as in the race"
+    if workload.learning_rate is None and measured.rate is not None:
+        tried = f"as in short trainings at batch {measured.rate.batch:,}"
+        return f"multiply the learning rate of every group by {measured.rate.factor:.3g}, {tried}"
     reason = (
         "groups of parameters have different ones"
         if workload.learning_rate is None

@@ -72,6 +72,7 @@ _NEEDED: dict[str, Section] = {
         "reaches_horizon": bool,
         "summary": str,
     },
+    "rate": {"batch": int, "learning_rate_factor": _NUMBER, "is_lowest_tried": bool, "is_highest_tried": bool},
 }
 _STRETCH: dict[str, Any] = {
     "step": int,
@@ -83,7 +84,7 @@ _STRETCH: dict[str, Any] = {
     "loss": _MAYBE,
 }
 # Stages that are no command of their own, and may be missing in a run.
-_MAY_BE_MISSING = ("branches", "race")
+_MAY_BE_MISSING = ("branches", "race", "rate")
 
 
 def new_run(created: str) -> Run:
@@ -391,6 +392,23 @@ class RaceSection:
         return cls(section["winner"], factors, shown, section["reaches_horizon"], section["summary"])
 
 
+@dataclass(frozen=True)
+class RateSection:
+    """The best of a few learning rates at one batch."""
+
+    batch: int
+    factor: float
+    """Of the workload's own rate."""
+    open_sides: tuple[bool, bool]
+    """Whether no lower one was tried, and no higher one."""
+
+    @classmethod
+    def read(cls, section: Section) -> RateSection:
+        """Read the section `rate`."""
+        sides = section["is_lowest_tried"], section["is_highest_tried"]
+        return cls(section["batch"], section["learning_rate_factor"], sides)
+
+
 _READERS: dict[str, Callable[[Section], Any]] = {
     "workload": WorkloadSection.read,
     "fit": FitSection.read,
@@ -399,6 +417,7 @@ _READERS: dict[str, Callable[[Section], Any]] = {
     "noise": NoiseSection.read,
     "branches": BranchesSection.read,
     "race": RaceSection.read,
+    "rate": RateSection.read,
 }
 
 
@@ -413,6 +432,7 @@ class Measured:
     noise: NoiseSection | None = None
     branches: BranchesSection | None = None
     race: RaceSection | None = None
+    rate: RateSection | None = None
     nothing_fits: bool = False
     """Whether a fit has shown that not even the smallest micro-batch fits."""
 

@@ -131,8 +131,8 @@ def watch_noise(script: Script, measured: Measured, request: TuneRequest, say: S
 
 
 def begin_again(*_: Any) -> Section:
-    """Branches and a race need a training that can be begun again from the same weights."""
-    return {"skipped": "branches and races start from the same weights: they need a workload"}
+    """Branches, a race and a sweep of rates need a training that can be begun again from the same weights."""
+    return {"skipped": "branches, races and sweeps of rates start from the same weights: they need a workload"}
 
 
 RUNS: Mapping[str, Callable[..., Section]] = {
@@ -143,6 +143,7 @@ RUNS: Mapping[str, Callable[..., Section]] = {
     "noise": watch_noise,
     "branches": begin_again,
     "race": begin_again,
+    "rate": begin_again,
 }
 
 

@@ -29,6 +29,7 @@ from batchwright.targets import Target, is_from_users_code, load_workload, users
 from batchwright.tuning import script_stages, stages
 from batchwright.tuning.predicted_speed import predict_throughput
 from batchwright.tuning.race import race_batches
+from batchwright.tuning.rate_sweep import sweep_rates
 from batchwright.tuning.recommendation import advise_run
 from batchwright.tuning.run_file import Measured, Run, Section, is_done, new_run, read_run_to_resume, write_run
 from batchwright.units import parse_bytes, positive_number, shortened, whole_number
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
     Say = Callable[[str], None]
 
 
-STAGES = ("fit", "estimate", "throughput", "audit", "noise", "branches", "race")
+STAGES = ("fit", "estimate", "throughput", "audit", "noise", "branches", "race", "rate")
 """What can be skipped, in the order in which it is done."""
-TRAINING_STAGES = ("throughput", "audit", "noise", "branches", "race")
+TRAINING_STAGES = ("throughput", "audit", "noise", "branches", "race", "rate")
 """Those that run real steps: never on a simulated card, and together on all ranks."""
 _PYTHON_ALONE = ("seed", "critical_batch", "price_per_hour")
 HORIZONS = ("until_loss", "samples", "hours")
@@ -219,6 +220,7 @@ _RUNS: dict[str, Callable[..., Section]] = {
     "noise": stages.watch_noise,
     "branches": stages.train_branches,
     "race": race_batches,
+    "rate": sweep_rates,
 }
 
 
@@ -395,7 +397,8 @@ def _read(path: Path | None, about: Section, say: Say) -> Run:
             remedy="the same options, or another file=FILE",
         )
     if run["workload"].get("horizon", about["horizon"]) != about["horizon"]:
-        run["race"] = {"skipped": "the horizon was another one"}
+        for stage in ("race", "rate"):
+            run[stage] = {"skipped": "the horizon was another one"}
     asked_now = {name: about[name] for name in ("horizon", "race", "command")}
     return {**run, "workload": {**run["workload"], **asked_now}}
 

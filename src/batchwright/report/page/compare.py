@@ -213,7 +213,7 @@ def _words_of(cell: Html) -> str:
     return unescape(re.sub(r"<[^>]*>", "", re.sub(r'<span class="mark.*?</span>', "", cell))).strip()
 
 
-_STAGES = ("estimate", "fit", "throughput", "audit", "noise", "branches", "race", "plan", "recommendation")
+_STAGES = ("estimate", "fit", "throughput", "audit", "noise", "branches", "race", "rate", "plan", "recommendation")
 
 
 def _only_in_one(first: Data, second: Data, names: tuple[str, str]) -> Iterator[Html]:

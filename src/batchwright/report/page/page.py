@@ -110,6 +110,7 @@ STAGES = {
     "noise": "the critical batch",
     "branches": "short branches",
     "race": "the race",
+    "rate": "a sweep of learning rates",
     "plan": "the plan",
     "recommendation": "the recommendation",
 }
@@ -117,7 +118,7 @@ STAGES = {
 
 def _draw_rests(record: Data | None, run: Data) -> list[str]:
     # Trained only where asked for, so a file may say nothing of them.
-    expected = [name for name in STAGES if name not in ("branches", "race") or name in run]
+    expected = [name for name in STAGES if name not in ("branches", "race", "rate") or name in run]
     gone = [f"{STAGES[name]}: {why_missing(run, name)}" for name in expected if section_of(run, name) is None]
     rule = text_in(record, "learning_rate", "rule")
     lists = (
