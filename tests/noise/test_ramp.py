@@ -52,6 +52,15 @@ def test_the_cap_holds_and_is_said_once(caplog: pytest.LogCaptureFixture) -> Non
     assert sum("at its cap" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize(("fixed", "largest"), [(0.0, 8), (100.0, 32)])
+def test_with_step_times_it_follows_the_soonest_batch(fixed: float, largest: int) -> None:
+    # Samples alone cost time: the smallest batch is soonest. A step costs 100 samples more: far larger ones are.
+    times = {size: fixed + size for size in (8, 64)}
+    ramp, accumulator = run(lambda noise: BatchRamp(noise, max_accumulation=8, step_times=times), steps=500)
+    assert accumulator.accumulation * 4 == largest
+    assert all("times as far in the same time" in decision.reason for decision in ramp.decisions)
+
+
 def test_it_does_nothing_where_the_batch_is_large_enough() -> None:
     ramp, _ = run(lambda noise: BatchRamp(noise, max_accumulation=64), noise_size=0.0, steps=60)
     assert ramp.decisions == []

@@ -6,8 +6,9 @@ published comparison an adaptive batch ended worse than a fixed one (arXiv:2602.
 
 Promises:
 - the micro-batch, and so the memory of a step, stays as it is; accumulation is doubled, never lowered;
-- it acts on the lower end of the interval, never on the estimate: only when that end is at twice the batch in use, at
-  two looks in a row, and not above the cap;
+- with step times it doubles when, over all critical batches that are likely now, twice the batch loses less time than
+  the batch in use; without them, when the lower end of the interval is at twice that; both at two looks in a row, and
+  not above the cap;
 - every decision is kept with its reason, and logged under "batchwright".
 """
 
@@ -18,17 +19,20 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
+from batchwright.planning.best_batch import whole_steps
 from batchwright.planning.critical_batch import CriticalBatch, figure, gamma
 from batchwright.planning.learning_rate import learning_rate_change
+from batchwright.planning.likely_time import LikelyTime
 from batchwright.units import as_list, shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from batchwright.accumulate.accumulator import Accumulator
     from batchwright.accumulate.windows import Step
     from batchwright.noise.noise_scale import NoiseScale
     from batchwright.noise.observations import HistoryPoint
+    from batchwright.planning.times import TimeModel
 
 
 # Twice in a row, half a window apart: one lucky window is not enough.
@@ -79,11 +83,20 @@ class BatchRamp:
     >>> [(decision.accumulation_before, decision.accumulation) for decision in ramp.decisions]
     [(2, 4)]
 
-    The learning rate of every parameter group is multiplied by the factor that goes with the change at the lower end,
-    and the base rates of the accumulator's schedulers with it; `adjust_learning_rate=False` leaves them alone.
+    - `step_times`: seconds of whole steps by effective batch in samples, or the time model of a plan. With them the
+      ramp follows the batch that is soonest now; without them it waits until the critical batch is surely larger.
+    - `adjust_learning_rate`: the rate of every parameter group is multiplied by the factor that goes with the change
+      (without step times that at the lower end), and the base rates of the accumulator's schedulers with it.
     """
 
-    def __init__(self, noise: NoiseScale, *, max_accumulation: int, adjust_learning_rate: bool = True) -> None:
+    def __init__(
+        self,
+        noise: NoiseScale,
+        *,
+        max_accumulation: int,
+        step_times: Mapping[int, float] | TimeModel | None = None,
+        adjust_learning_rate: bool = True,
+    ) -> None:
         accumulator = noise.accumulator
         if accumulator is None:
             raise InvalidInputError(
@@ -95,6 +108,7 @@ class BatchRamp:
         self._check_accumulation()
         self.max_accumulation = whole_number(max_accumulation, "max_accumulation")
         self.decisions: list[RampDecision] = []
+        self._step = None if step_times is None else whole_steps(step_times)
         self._adjusts = adjust_learning_rate
         self._looks = 0
         self._next_look: float | None = None
@@ -102,8 +116,8 @@ class BatchRamp:
         # Said beforehand: near 1 there is little to gain, however the batch is raised.
         known = self.gamma
         _log.info("batch ramp: gamma %s", "is not known yet" if known is None else f"{known:.2f} so far")
-        self._batch = 0.0
-        """The largest step since the last change: the last of an epoch may be short."""
+        # The largest step since the last change, in units and in samples: the last of an epoch may be short.
+        self._batch, self._samples = 0.0, 0
 
     @property
     def gamma(self) -> float | None:
@@ -113,6 +127,7 @@ class BatchRamp:
     def update(self, step: Step) -> RampDecision | None:
         """Look at the critical batch after a step, and raise the accumulation if it is time."""
         self._batch = max(self._batch, step.units)
+        self._samples = max(self._samples, step.samples or 0)
         window, units = self._noise.progress
         if window is None:
             return None
@@ -122,7 +137,8 @@ class BatchRamp:
             return None
         self._next_look = units + window / _LOOKS_PER_WINDOW
         critical = self._noise.critical_batch
-        if critical is None or critical.low < 2 * self._batch or self._has_not_grown():
+        reason = None if critical is None or self._has_not_grown() else self._reason_to_raise(critical)
+        if critical is None or reason is None:
             self._looks = 0
             return None
         self._looks += 1
@@ -132,7 +148,23 @@ class BatchRamp:
         if 2 * before > self.max_accumulation:
             self._stay(f"the critical batch is {critical}, but accumulation {before} is at its cap")
             return None
-        return self._raise(step, before, critical)
+        return self._raise(step, before, critical, reason)
+
+    def _reason_to_raise(self, critical: CriticalBatch) -> str | None:
+        """Why twice the batch is better now; None if it is not, or not surely."""
+        if self._step is None:
+            if critical.low < 2 * self._batch:
+                return None
+            least = f"at least {figure(critical.low)} {critical.unit}"
+            return f"the critical batch is {least}, twice the {figure(self._batch)} in use or more"
+        in_samples, now = critical.in_samples(), self._samples
+        if in_samples is None or not now or in_samples.known_value <= 0:
+            return None
+        likely = LikelyTime.of(in_samples, self._step)
+        sooner = likely.over_soonest(now) / likely.over_soonest(2 * now)
+        if sooner <= 1:
+            return None
+        return f"at {in_samples} twice the {now:,} samples in use get {sooner:.2f} times as far in the same time"
 
     def _has_not_grown(self) -> bool:
         """Whether the last doubling made no larger steps: an epoch ends before a window is full."""
@@ -146,8 +178,8 @@ class BatchRamp:
             _log.info("batch ramp: %s", reason)
         self._stays = True
 
-    def _raise(self, step: Step, before: int, critical: CriticalBatch) -> RampDecision:
-        batch, unit = self._batch, critical.unit
+    def _raise(self, step: Step, before: int, critical: CriticalBatch, reason: str) -> RampDecision:
+        batch = self._batch
         factor = self._learning_rate_factor(batch, critical)
         for group in [group for one in as_list(self._accumulator.optimizer) for group in one.param_groups]:
             for rate in _RATES:
@@ -159,7 +191,7 @@ class BatchRamp:
             if hasattr(scheduler, "max_lrs"):
                 scheduler.max_lrs = [rate * factor for rate in scheduler.max_lrs]
         self._accumulator.accumulation = 2 * before
-        known = self.gamma
+        gamma_text = "not known" if self.gamma is None else f"{self.gamma:.2f}"
         decision = RampDecision(
             step=step.number,
             accumulation_before=before,
@@ -168,16 +200,13 @@ class BatchRamp:
             batch=2 * batch,
             learning_rate_factor=factor,
             critical_batch=critical,
-            reason=(
-                f"the critical batch is at least {figure(critical.low)} {unit}, twice the {figure(batch)} in use or "
-                f"more, at {_LOOKS} looks in a row; gamma so far {'not known' if known is None else f'{known:.2f}'}"
-            ),
+            reason=f"{reason}, at {_LOOKS} looks in a row; gamma so far {gamma_text}",
         )
         self.decisions.append(decision)
         _log.info("batch ramp: step %d, accumulation %d -> %d: %s", step.number, before, 2 * before, decision.reason)
         # From here on gradients are of another schedule: what they say must be seen anew before the next change.
         self._noise.restart()
-        self._looks, self._batch = 0, 0.0
+        self._looks, self._batch, self._samples = 0, 0.0, 0
         return decision
 
     def _learning_rate_factor(self, batch: float, critical: CriticalBatch) -> float:
@@ -185,8 +214,10 @@ class BatchRamp:
             return 1.0
         name = type(as_list(self._accumulator.optimizer)[0]).__name__
         factor = learning_rate_change(name, batch, 2 * batch, critical).factor
-        # As the decision: by the lower end.
-        return 1.0 if factor is None else factor.low
+        if factor is None:
+            return 1.0
+        # As the decision: by the lower end, or by what is likely.
+        return factor.low if self._step is None else factor.value
 
     def _check_accumulation(self) -> int:
         now = self._accumulator.accumulation
