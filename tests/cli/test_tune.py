@@ -79,6 +79,7 @@ def test_torchrun_takes_no_option_for_its_own(command: str) -> None:
         (["--on", "a100-41gb"], "a100-40gb"),
         (["--resume"], "no run to resume"),
         (["--branches", "16,many"], "--branches"),
+        (["--branches", "16,32@late"], "--branches"),
     ],
 )
 def test_what_is_wrong_is_said(

@@ -14,7 +14,8 @@ from torch import nn
 
 import batchwright as bw
 from batchwright.errors import BatchwrightError, InvalidInputError
-from batchwright.noise.measure_critical_batch import Branch, fit_branches, steps_to
+from batchwright.noise.branch_training import steps_to
+from batchwright.noise.measure_critical_batch import Branch, fit_branches
 from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.report.display import render_plain
 
@@ -156,3 +157,25 @@ def test_a_noise_scale_is_calibrated_by_the_ratio() -> None:
     assert measured is not None
     whole = measured.calibrated(CriticalBatch(100.0, 80.0, 120.0, unit="samples", observations=400))
     assert (whole.value, whole.low, whole.high) == pytest.approx((200, 160, 240))
+
+
+@pytest.mark.parametrize("makes_batches", [False, True])
+def test_later_branches_begin_as_if_what_is_before_were_trained_each_time(
+    makes_batches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure() -> list[Branch]:
+        generator = torch.Generator().manual_seed(5)
+        changes: dict[str, Any] = {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.02)}
+        if makes_batches:
+
+            def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+                inputs = torch.randn(number, 6, generator=generator)
+                return inputs, inputs.sum(1, keepdim=True) + torch.randn(number, 1)
+
+            changes |= {"batch": batch, "data": None}
+        dropping = workload(model=lambda: nn.Sequential(nn.Dropout(0.1), nn.Linear(6, 1)), **changes)
+        return list(bw.measure_critical_batch(dropping, batches=(4, 16), steps=12, seeds=2, warm_up=8).branches)
+
+    kept = measure()
+    monkeypatch.setattr("batchwright.noise.branch_training._Checkpoint.of", lambda *_: None)
+    assert measure() == kept

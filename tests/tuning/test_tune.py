@@ -15,8 +15,8 @@ from torch import nn
 import batchwright as bw
 from batchwright.errors import InvalidInputError
 from batchwright.tuning import tune as module
-from batchwright.tuning.run_file import SECTIONS, is_done
-from batchwright.tuning.tune import tune
+from batchwright.tuning.run_file import SECTIONS, Measured, is_done
+from batchwright.tuning.tune import TuneRequest, tune
 from tests.fitting import targets
 from tests.tuning.runs import loss, quick
 from tests.tuning.runs import loss as mean_square
@@ -181,3 +181,14 @@ def test_a_lazy_model_has_every_answer_but_the_trace() -> None:
     assert run["workload"]["num_parameters"] is None
     assert [name for name in SECTIONS if not is_done(run[name]) and name != "branches"] == ["estimate"]
     assert "the model has lazy parameters" in run["estimate"]["skipped"]
+
+
+def test_branches_from_several_places_of_a_run_are_carried_on_and_averaged() -> None:
+    request: dict[str, Any] = {"limit": 32, "steps": 40, "branch_batches": (8, 16), "skip": ("estimate", "audit")}
+    tuned = bw.tune(quick(), branch_steps=(0, 30), **request)
+    first, *later = Measured.read(tuned.run).branches.estimates  # type: ignore[union-attr]  # they were trained
+    assert [place["first_step"] for place in tuned.run["branches"]["later"]] == [30]
+    assert (first.begin, later[0].begin) == (0, 240)
+    assert "branches" in tuned.run["recommendation"]["critical_batch_from"]
+    typed = TuneRequest(branch_batches=(8, 16), branch_steps=(30, 0)).command("train.py:workload")
+    assert typed == "batchwright tune train.py:workload --branches 8,16@0,30"

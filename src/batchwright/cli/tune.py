@@ -53,7 +53,7 @@ _FOR_SCRIPTS = (
     "--branches",
     "branch_batches",
     metavar="LIST",
-    help="Also train short branches at these batches, such as 16,32,64,128.",
+    help="Also train short branches at these batches, such as 16,32,128; 16,32,128@0,500: begun there and at step 500.",
 )
 @click.option("--race", is_flag=True, help="Train the recommended batch against half and double.")
 @shared(
@@ -90,8 +90,11 @@ def command(ctx: click.Context, /, target: str | Script, framework: str | None, 
     target = settle_target(ctx, target, options, for_scripts=_FOR_SCRIPTS)
     options["shape"] = parse_shape(options.pop("shapes"))
     options["skip"] = tuple(name.strip() for name in (options["skip"] or "").split(",") if name.strip())
-    batches = options["branch_batches"].split(",") if options["branch_batches"] else ()
-    options["branch_batches"] = tuple(parse_whole_number(part, "--branches") for part in batches)
+    batches, _, places = (options["branch_batches"] or "").partition("@")
+    options["branch_batches"] = tuple(parse_whole_number(part, "--branches") for part in batches.split(",") if batches)
+    options["branch_steps"] = tuple(
+        parse_whole_number(part, "--branches ...@STEPS", least=0) for part in (places or "0").split(",")
+    )
     ranks = read_place().world_size
     if options["devices"] is None:
         options["devices"] = ranks

@@ -6,7 +6,7 @@ fitted by S = Smin (1 + Bc/B).
 
 Promises:
 - every branch of a seed begins at the same weights, optimizer state and learning rate, and is judged on the same
-  samples; a seed, a batch and a rate make one curve, which is trained once;
+  samples;
 - the learning rate is tuned for each batch, by factors of 2 and then of the root of 2, on the first two seeds: at a
   rate that merely follows a rule the answer would be the rule's own;
 - steps to a loss are read off the best loss so far, between two looks;
@@ -16,25 +16,17 @@ Promises:
 
 from __future__ import annotations
 
-import itertools
 import math
-from contextlib import closing, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch.utils.data import Subset, default_collate
 
-from batchwright.accumulate.accumulator import Accumulator
-from batchwright.accumulate.micro_batches import SizedBatches
-from batchwright.device.batches import make_batch, move_batch
 from batchwright.device.device import open_device
-from batchwright.device.step import checked_loss, evaluating, needing_larger_micro_batches, scalar_loss
 from batchwright.errors import BatchwrightError, InvalidInputError
+from batchwright.noise.branch_training import BranchRequest, SeedBranches, steps_to
 from batchwright.noise.interval import LEAST_OBSERVATIONS, fieller
-from batchwright.noise.noise_run import Trained, fitting_split, split_of, training
-from batchwright.noise.noise_scale import NoiseScale
 from batchwright.planning.critical_batch import CriticalBatch
 from batchwright.planning.learning_rate import checked_learning_rate, learning_rate_change
 from batchwright.printed_result import PrintedResult
@@ -42,12 +34,9 @@ from batchwright.state.untouched import untouched
 from batchwright.units import counted, shortened, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from batchwright.workload import Workload
-
-    Curve = list[tuple[int, float]]
-    """Steps, and the held-out loss after them."""
 
 
 @dataclass(frozen=True)
@@ -133,35 +122,6 @@ class MeasuredCriticalBatch(PrintedResult):
         }
 
 
-def steps_to(target: float, curve: Sequence[tuple[int, float]]) -> float | None:
-    """Return the steps at which the best loss so far reached the target, between two looks; None if it did not.
-
-    >>> steps_to(1.5, [(0, 3.0), (10, 2.0), (20, 2.5), (30, 1.0)])
-    25.0
-    """
-    before, best = curve[0]
-    for step, loss in curve[1:]:
-        if loss <= target:
-            share = (best - target) / (best - loss) if best > loss else 1.0
-            return before + max(share, 0.0) * (step - before) if best > target else float(before)
-        if loss < best:
-            best = loss
-        before = step
-    return None
-
-
-def averaged(curve: Sequence[tuple[int, float]], looks: int) -> Curve:
-    """Return the first look, which progress is measured from, and the mean of each so many in a row at the middle one.
-
-    >>> averaged([(0, 3.0), (10, 2.0), (20, 2.5), (30, 1.5), (40, 2.0)], 3)
-    [(0, 3.0), (20, 2.0), (30, 2.0)]
-    """
-    later = list(curve[1:])
-    number = min(looks, len(later))
-    rows = [later[first : first + number] for first in range(len(later) - number + 1)] if later else []
-    return [curve[0], *((row[number // 2][0], sum(loss for _, loss in row) / number) for row in rows)]
-
-
 def fit_branches(
     branches: Sequence[Branch], *, target: float, noise_scale: CriticalBatch | None
 ) -> MeasuredCriticalBatch | None:
@@ -207,152 +167,6 @@ def fit_branches(
         noise_scale=noise_scale,
         notes=tuple(notes),
     )
-
-
-# How often a branch is judged on its way: as often as that costs no more than the training, within these.
-_LEAST_LOOKS, _MOST_LOOKS = 20, 40
-# Forward and backward of a sample, in forwards.
-_COST_OF_TRAINING = 3
-_HELD_OUT_SEED = 20_011
-
-
-@dataclass(frozen=True)
-class BranchRequest:
-    """One branch: its batch, how long to train, at what learning rate, and where it may stop."""
-
-    batch: int
-    steps: int
-    """By which the spacing of looks is set."""
-    most: int
-    factor: float = 1.0
-    """Of the workload's own learning rate."""
-    rate: float | None = None
-    """Instead of that."""
-    target: float | None = None
-    looks: int = 1
-    """How many looks are averaged: one alone may be lucky, the more the higher the rate."""
-    watches_noise: bool = False
-
-
-class SeedBranches:
-    """The branches of one seed."""
-
-    def __init__(
-        self,
-        workload: Workload,
-        device: torch.device,
-        shape: Mapping[str, Any],
-        seed: int,
-        held_out: int,
-        warm_up: int,
-        largest: int | None = None,
-    ) -> None:
-        self.seed = seed
-        self.optimizer = ""
-        self.noise_scale: CriticalBatch | None = None
-        self._workload, self._device, self._shape = workload, device, shape
-        self._warm_up, self._num_held_out, self._largest = warm_up, held_out, largest
-        self._held_out: Any = None
-        self._kept: dict[tuple[int, float, float | None], tuple[Curve, CriticalBatch | None]] = {}
-        self._loss: Any = workload.loss
-        if workload.data is not None:
-            size = min(held_out, len(workload.data) // 5)
-            if size < 1:
-                number = counted(len(workload.data), "sample")
-                raise InvalidInputError(f"data= holds {number}: too few to hold some out.")
-            order = torch.randperm(len(workload.data), generator=torch.Generator().manual_seed(0)).tolist()
-            self._held_out = Subset(workload.data, order[:size])
-            self._workload = replace(workload, data=Subset(workload.data, order[size:]))
-
-    def known(self, request: BranchRequest) -> Curve | None:
-        """Return the curve of a branch that was trained before, as far as it is requested."""
-        curve, scale = self._kept.get((request.batch, request.factor, request.rate), ([], None))
-        if not curve or (request.watches_noise and scale is None):
-            return None
-        last, loss = curve[-1]
-        reached = request.target is not None and steps_to(request.target, averaged(curve, request.looks)) is not None
-        return curve if reached or last >= request.most or not math.isfinite(loss) else None
-
-    def train(self, request: BranchRequest, *, first_batch: int) -> Curve:
-        """Train a branch, and return the held-out loss at every look; `first_batch` is that of the warm-up."""
-        curve, key = self.known(request), (request.batch, request.factor, request.rate)
-        if curve is None:
-            self.noise_scale = None
-            curve = self._train(request, first_batch)
-            self._kept[key] = (curve, self.noise_scale)
-        self.noise_scale = self._kept[key][1]
-        return curve
-
-    def _train(self, request: BranchRequest, first_batch: int) -> Curve:
-        with training(self._workload, device=self._device, shape=self._shape, seed=self.seed) as trained:
-            self.optimizer = type(trained.optimizers[0]).__name__
-            judged = self._held_out_batches()
-            for _ in self._stepped(trained, first_batch, self._warm_up):
-                pass
-            for optimizer in trained.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = request.rate if request.rate is not None else group["lr"] * request.factor
-            curve = [(0, self._judge(trained, judged))]
-            looks = _COST_OF_TRAINING * request.steps * request.batch // self._num_held_out
-            every = max(request.steps // min(max(looks, _LEAST_LOOKS), _MOST_LOOKS), 1)
-            for number in self._stepped(
-                trained, request.batch, request.most, watch_until=request.steps * request.watches_noise
-            ):
-                if number % every and number != request.most:
-                    continue
-                curve.append((number, self._judge(trained, judged)))
-                if not math.isfinite(curve[-1][1]):
-                    break
-                if request.target is not None and averaged(curve, request.looks)[-1][1] <= request.target:
-                    break
-            return curve
-
-    def _stepped(self, trained: Trained, batch: int, steps: int, *, watch_until: int = 0) -> Iterator[int]:
-        """Train so many steps, and yield the number of each; end if the loss is no number."""
-        split_of(batch, None, trained.ranks)  # refuses what ranks cannot share
-        size, accumulation = fitting_split(batch // trained.ranks, self._largest)
-        accumulator = Accumulator(trained.model, list(trained.optimizers), accumulation)
-        population = None if self._workload.data is None else len(self._workload.data)
-        noise = NoiseScale(accumulator, window=math.inf, population=population) if watch_until else None
-        loader = SizedBatches(itertools.islice(trained.batches(size, accumulation), steps * accumulation), size)
-        split = f"batch {batch}, as {size}x{accumulation},"
-        with nullcontext() if noise is None else closing(noise), needing_larger_micro_batches(split):
-            for micro in accumulator.micro_batches(loader, weight=self._workload.units):
-                loss = checked_loss(self._loss(trained.model, micro))
-                is_bad = not bool(torch.isfinite(loss.detach()).all())
-                if trained.summed(float(is_bad))[0]:  # all ranks end a branch, or none
-                    return
-                step = accumulator.backward(loss)
-                if step is None:
-                    continue
-                if noise is not None and step.number == watch_until:
-                    self.noise_scale = noise.critical_batch
-                    noise.close()
-                yield step.number
-
-    def _held_out_batches(self) -> list[tuple[Any, int]]:
-        """Return what branches are judged on, in pieces that fit, each with its number of samples."""
-        number = self._num_held_out if self._held_out is None else len(self._held_out)
-        piece = min(self._largest or number, number)
-        sizes = [min(piece, number - start) for start in range(0, number, piece)]
-        if self._held_out is None:
-            # The same for every seed: the loss that one set is brought to, another may never be.
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(_HELD_OUT_SEED)
-                return [(make_batch(self._workload, size, self._shape, self._device), size) for size in sizes]
-        samples, collate = iter(self._held_out), self._workload.collate or default_collate
-        return [(move_batch(collate(list(itertools.islice(samples, size))), self._device), size) for size in sizes]
-
-    def _judge(self, trained: Trained, batches: list[tuple[Any, int]]) -> float:
-        total = units = 0.0
-        with torch.no_grad(), evaluating(trained.model):
-            for batch, size in batches:
-                weight = float(size if self._workload.units is None else self._workload.units(batch))
-                total, units = total + weight * float(scalar_loss(self._loss(trained.model, batch))), units + weight
-        # Samples that are made differ from rank to rank. Judged apart, ranks would end a branch at different steps, or
-        # tune to different rates, and wait for each other for ever.
-        total, units = trained.summed(total, units)
-        return total / units if math.isfinite(total) else math.inf
 
 
 # How many times as long as the smallest batch may any other take.
@@ -408,11 +222,13 @@ def measure_critical_batch(
     whole_number(evaluate_samples, "evaluate_samples")
     device = open_device(on).torch_device
     # Once for all branches: each begins and ends at what is kept here.
-    with untouched(workload, accelerator=None if device.type == "cpu" else device) as keep:
+    with untouched(workload, accelerator=None if device.type == "cpu" else device) as keep, ExitStack() as open_files:
         runs = [
             SeedBranches(workload, device, shape or {}, seed, evaluate_samples, warm_up, largest)
             for seed in range(whole_number(seeds, "seeds"))
         ]
+        for run in runs:
+            open_files.callback(run.close)
         first = sizes[0]
 
         def train(

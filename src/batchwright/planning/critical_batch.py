@@ -201,7 +201,7 @@ class CriticalBatch(PrintedLine):
 
 
 def pooled(estimates: Sequence[CriticalBatch]) -> CriticalBatch:
-    """Return the critical batch that several estimates of it say together, each by its precision.
+    """Return the critical batch that estimates of several kinds say together, each by its precision.
 
     >>> noise = CriticalBatch(200.0, 150.0, 270.0, "samples", 100)
     >>> branches = CriticalBatch(400.0, 300.0, 540.0, "samples", 5, evidence="branches")
@@ -210,17 +210,24 @@ def pooled(estimates: Sequence[CriticalBatch]) -> CriticalBatch:
     >>> pooled([noise, branches]).evidence
     'noise scale and branches'
     """
-    wide = [estimate.widened() for estimate in estimates]
-    weights = [1 / max(estimate.spread, _LEAST_SPREAD) ** 2 for estimate in wide]
-    middle = sum(w * math.log(estimate.known_value) for w, estimate in zip(weights, wide, strict=True)) / sum(weights)
-    reach = _ENDS / math.sqrt(sum(weights))
-    return replace(
-        estimates[-1],
-        value=math.exp(middle),
-        low=math.exp(middle - reach),
-        high=math.exp(middle + reach),
-        evidence=" and ".join(estimate.evidence for estimate in estimates),
-    )
+    evidence = " and ".join(estimate.evidence for estimate in estimates)
+    return replace(averaged([estimate.widened() for estimate in estimates]), evidence=evidence)
+
+
+def averaged(estimates: Sequence[CriticalBatch]) -> CriticalBatch:
+    """Return the middle of estimates, each by its own interval; what all of one kind are off by does not average out.
+
+    >>> places = [CriticalBatch(value, value / 2, value * 2, "samples", 5) for value in (200.0, 400.0)]
+    >>> print(averaged(places), averaged(places[:1]))
+    283 [173, 462] samples 200 [100, 400] samples
+    """
+    if len(estimates) == 1:
+        return estimates[0]
+    weights = [1 / max(estimate.spread, _LEAST_SPREAD) ** 2 for estimate in estimates]
+    middle = sum(w * math.log(estimate.known_value) for w, estimate in zip(weights, estimates, strict=True))
+    middle, reach = middle / sum(weights), _ENDS / math.sqrt(sum(weights))
+    low, high = math.exp(middle - reach), math.exp(middle + reach)
+    return replace(estimates[-1], value=math.exp(middle), low=low, high=high)
 
 
 # A critical batch is looked for up to so many times the largest batch that was tried, by steps of so much.

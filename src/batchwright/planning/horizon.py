@@ -165,11 +165,18 @@ class Course:
             high=end(surely, 1) if surely > 0 else math.inf,
         )
 
-    def growth(self, before: float, after: float) -> tuple[float, float]:
-        """Return how many times larger the average is at a later horizon, and the error of its logarithm."""
+    def growth(self, before: float, after: float, *, begin: float = 0.0) -> tuple[float, float]:
+        """Return how many times larger the average to a horizon is than from a step to another; its logarithm's error.
+
+        >>> stretches = [Stretch(n, 50, 1600, 1600, 50.0, 50.0 / (4 * n**0.5)) for n in range(50, 1050, 50)]
+        >>> course = Course(32, CriticalBatch(120.0, 100.0, 150.0, "samples", 1000), tuple(stretches))
+        >>> round(course.growth(100, 1000)[0], 2), round(course.growth(600, 1000, begin=400)[0], 2)
+        (3.62, 0.8)
+        """
         if not self.is_known:
             return 1.0, 0.0
-        return self._average(after) / self._average(before), _POWER_SPREAD * abs(math.log(after / before))
+        error = _POWER_SPREAD * abs(math.log(after / before))
+        return self._average(after) / self._average(before, begin), error
 
     def progress(self, steps: float) -> float:
         """Return how far so many steps go, in steps without noise."""
@@ -177,9 +184,13 @@ class Course:
             return steps / (1 + self.last.known_value / self.batch)
         return sum(far for far, _ in self._pieces(steps))
 
-    def _average(self, steps: float) -> float:
-        pieces = self._pieces(steps)
-        return sum(far * noise for far, noise in pieces) / sum(far for far, _ in pieces)
+    def _average(self, steps: float, begin: float = 0.0) -> float:
+        """Return the noise scale over the progress from one step to another."""
+        noises = fars = 0.0
+        for sign, pieces in ((1, self._pieces(steps)), (-1, self._pieces(begin) if begin else [])):
+            noises += sign * sum(far * noise for far, noise in pieces)
+            fars += sign * sum(far for far, _ in pieces)
+        return noises / fars
 
     def _pieces(self, steps: float) -> list[tuple[float, float]]:
         """Progress and noise scale of each piece of a run."""

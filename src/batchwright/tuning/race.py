@@ -23,15 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.device.device import open_device
 from batchwright.errors import BatchwrightError, InvalidInputError
+from batchwright.noise.branch_training import BranchRequest, SeedBranches, averaged, steps_to
 from batchwright.noise.interval import student_t
-from batchwright.noise.measure_critical_batch import (
-    BranchRequest,
-    SeedBranches,
-    averaged,
-    steps_or_more,
-    steps_to,
-    tune_factor,
-)
+from batchwright.noise.measure_critical_batch import steps_or_more, tune_factor
 from batchwright.planning.critical_batch import Range
 from batchwright.planning.likely_time import CHANCE, RacedSteps
 from batchwright.planning.plan import plan

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.device.device import open_device
 from batchwright.errors import BatchwrightError
-from batchwright.noise.measure_critical_batch import BranchRequest, SeedBranches, averaged
+from batchwright.noise.branch_training import BranchRequest, SeedBranches, averaged
 from batchwright.planning.time_to_loss import StepSeconds
 from batchwright.state.untouched import untouched
 from batchwright.tuning.recommendation import choose, pick_critical, plan_horizon, recommend_rate, seconds_to_horizon

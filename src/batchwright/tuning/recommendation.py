@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import BatchwrightError, InvalidInputError, NotExpressibleError
-from batchwright.planning.critical_batch import CriticalBatch, figure, pooled
+from batchwright.planning.critical_batch import CriticalBatch, averaged, figure, pooled
 from batchwright.planning.dialects import FRAMEWORKS
 from batchwright.planning.horizon import Horizon, find_horizon
 from batchwright.planning.learning_rate import (
@@ -35,6 +35,8 @@ from batchwright.units import LARGEST_COUNT, counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from batchwright.planning.horizon import Course
+    from batchwright.tuning.run_file import BranchEstimate
     from batchwright.tuning.tune import TuneRequest
 
 # The curve of the report goes so many doublings to either side of the answer.
@@ -190,29 +192,43 @@ def pick_critical(measured: Measured, horizon: Horizon | None, given: float | No
     if given is not None:
         return CriticalUsed(CriticalBatch(given, given, given, "samples", 0, evidence="given"), "given")
     scale = None if measured.noise is None else measured.noise.noise_scale
-    branches = None if measured.branches is None else measured.branches.critical_batch
     course = None if measured.noise is None else measured.noise.course
     if scale is not None and course is not None and horizon is not None and _usable_value(course.last) is not None:
         scale = course.until(horizon.steps)
-    if branches is None:
+    if measured.branches is None:
         note = "the noise scale stands in for the critical batch; short branches at several batches measure that itself"
         return CriticalUsed() if scale is None else CriticalUsed(scale, "noise scale", note)
     in_samples = None if scale is None else scale.in_samples()
-    if in_samples is None or _usable_value(in_samples) is None:
-        return CriticalUsed(branches, "branches")
-    if math.isfinite(branches.value):
-        if not branches.resolved:  # few seeds: what such estimates were off by elsewhere is the larger part
-            branches = replace(branches, low=branches.value, high=branches.value)
-        trained = None if measured.branches is None else measured.branches.samples
-        if trained is not None and course is not None and horizon is not None:
-            growth, error = course.growth(trained / course.batch, horizon.steps)
-            branches = branches.grown(growth, error)
-        return CriticalUsed(pooled([in_samples, branches]), "noise scale and branches")
+    if in_samples is not None and _usable_value(in_samples) is None:
+        in_samples = None
+    estimates = measured.branches.estimates
+    carried = [_carried(each, course if in_samples else None, horizon) for each in estimates]
+    finite = [estimate for estimate in carried if math.isfinite(estimate.value)]
+    if finite:
+        along = averaged(finite)
+        if in_samples is None:
+            return CriticalUsed(along, "branches")
+        return CriticalUsed(pooled([in_samples, along]), "noise scale and branches")
     # Branches without a value are a lower bound: they rule out a noise scale below it, and nothing else.
-    if in_samples.value < branches.low:
-        return CriticalUsed(branches, "branches")
+    bound = max(carried, key=lambda estimate: estimate.low)
+    if in_samples is None or in_samples.value < bound.low:
+        return CriticalUsed(bound, "branches")
     note = f"branches found no upper end of the critical batch, so the noise scale, {in_samples}, stands in for it"
     return CriticalUsed(scale, "noise scale", f"{note}: more seeds and larger branches measure it")
+
+
+def _carried(estimate: BranchEstimate, course: Course | None, horizon: Horizon | None) -> CriticalBatch:
+    """Return what branches measured, carried on to the horizon by the course of the noise scale."""
+    critical = estimate.critical_batch
+    if course is None or not math.isfinite(critical.value):
+        return critical
+    if not critical.resolved:  # few seeds: what such estimates were off by elsewhere is the larger part
+        critical = replace(critical, low=critical.value, high=critical.value)
+    if estimate.end is None or horizon is None:
+        return critical
+    begin, end = estimate.begin / course.batch, estimate.end / course.batch
+    growth, error = course.growth(end, horizon.steps, begin=begin)
+    return critical.grown(growth, error)
 
 
 def largest_micro_batch(measured: Measured) -> int:

@@ -354,23 +354,53 @@ def _read_course(section: Section, last: CriticalBatch) -> Course | None:
 
 
 @dataclass(frozen=True)
-class BranchesSection:
-    """The critical batch that branches measured."""
+class BranchEstimate:
+    """The critical batch that branches from one place of a run measured."""
 
     critical_batch: CriticalBatch
-    samples: float | None
-    """How long the smallest batch was trained until its loss; None if it did not get there on every seed."""
+    begin: float
+    """Samples of the smallest batch before them."""
+    end: float | None
+    """Samples until that one's loss; None if it did not get there on every seed."""
     factors: Mapping[int, float]
     """The best learning rate by batch, in factors of the workload's own."""
 
     @classmethod
-    def read(cls, section: Section) -> BranchesSection:
-        """Read the section `branches`."""
-        reached = [row for row in section.get("branches", ()) if row["mean_steps"] is not None]
+    def read(cls, section: Section) -> BranchEstimate:
+        """Read what branches from one place showed."""
+        rows = section.get("branches", ())
+        reached = [row for row in rows if row["mean_steps"] is not None]
         factors = {row["batch"]: row["learning_rate_factor"] for row in reached if row["learning_rate_factor"]}
+        begin = section.get("first_step", 0) * min((row["batch"] for row in rows), default=0)
         samples = reached[0]["batch"] * reached[0]["mean_steps"] if reached else None
         critical = fit_critical({row["batch"]: row["steps"] for row in reached if row.get("steps")})
-        return cls(critical or CriticalBatch.from_dict(section["critical_batch"]), samples, factors)
+        return cls(
+            critical or CriticalBatch.from_dict(section["critical_batch"]),
+            begin,
+            None if samples is None else begin + samples,
+            factors,
+        )
+
+
+@dataclass(frozen=True)
+class BranchesSection:
+    """What branches measured, by the place of the run where they began."""
+
+    estimates: tuple[BranchEstimate, ...]
+
+    @classmethod
+    def read(cls, section: Section) -> BranchesSection:
+        """Read the section `branches`."""
+        return cls(tuple(map(BranchEstimate.read, (section, *(section.get("later") or ())))))
+
+    @property
+    def factors(self) -> Mapping[int, float]:
+        """The best learning rate by batch, in the middle of all places."""
+        by_batch: dict[int, list[float]] = {}
+        for estimate in self.estimates:
+            for batch, factor in estimate.factors.items():
+                by_batch.setdefault(batch, []).append(math.log(factor))
+        return {batch: math.exp(sum(logs) / len(logs)) for batch, logs in sorted(by_batch.items())}
 
 
 @dataclass(frozen=True)

@@ -320,14 +320,21 @@ def watch_noise(work: Workload, measured: Measured, request: TuneRequest, say: S
 
 
 def train_branches(work: Workload, measured: Measured, request: TuneRequest, say: Say) -> Section:
-    """Train short branches at several batches: how the critical batch stands to the noise scale on this workload."""
-    return measure_critical_batch(
-        work,
-        batches=request.branch_batches,
-        steps=max(request.steps, 20),
-        seeds=_BRANCH_SEEDS,
-        largest=measured.micro_batch,
-        on=request.on,
-        shape=request.shape or None,
-        progress=say,
-    ).to_dict()
+    """Train short branches at several batches, from one place of the run or several: the critical batch itself."""
+    sections = []
+    for place in request.branch_steps:
+        if len(request.branch_steps) > 1:
+            say(f"branches from step {place:,} on")
+        found = measure_critical_batch(
+            work,
+            batches=request.branch_batches,
+            steps=max(request.steps, 20),
+            seeds=_BRANCH_SEEDS,
+            warm_up=place,
+            largest=measured.micro_batch,
+            on=request.on,
+            shape=request.shape or None,
+            progress=say,
+        )
+        sections.append({**found.to_dict(), "first_step": place})
+    return {**sections[0], "later": sections[1:]}

@@ -68,6 +68,7 @@ class TuneRequest:
     steps: int = 200
     noise_batch: int | None = None
     branch_batches: tuple[int, ...] = ()
+    branch_steps: tuple[int, ...] = (0,)
     race: bool = False
     until_loss: float | None = None
     samples: int | None = None
@@ -81,6 +82,8 @@ class TuneRequest:
         object.__setattr__(self, "skip", (self.skip,) if isinstance(self.skip, str) else tuple(self.skip))
         object.__setattr__(self, "shape", dict(self.shape))
         object.__setattr__(self, "branch_batches", tuple(self.branch_batches))
+        places = {whole_number(place, "branch steps", least=0) for place in self.branch_steps}
+        object.__setattr__(self, "branch_steps", tuple(sorted(places)) or (0,))
         for name in self.skip:
             if name not in STAGES:
                 raise InvalidInputError(
@@ -145,15 +148,17 @@ class TuneRequest:
         else:
             words, behind = ["batchwright", "tune", *target.options], tuple(target.words)
         for argument in fields(self):
-            if argument.name in _PYTHON_ALONE:
+            if argument.name in (*_PYTHON_ALONE, "branch_steps"):
                 continue
             value, option = getattr(self, argument.name), f"--{argument.name.replace('_', '-')}"
             if argument.name == "shape":
                 words += [word for name, size in value.items() for word in (option, f"{name}={size}")]
             elif argument.name == "race":
                 words += [option] * value
+            elif argument.name == "branch_batches":
+                places = "" if self.branch_steps == (0,) else f"@{','.join(map(str, self.branch_steps))}"
+                words += ["--branches", ",".join(map(str, value)) + places] if value else []
             elif isinstance(value, tuple):
-                option = "--branches" if argument.name == "branch_batches" else option
                 words += [option, ",".join(map(str, value))] if value else []
             elif value != (default_device() if argument.name == "on" else argument.default):
                 words += [option, _as_typed(value) if argument.name == "memory" else str(value)]
@@ -165,7 +170,7 @@ class TuneRequest:
     def to_dict(self) -> dict[str, Any]:
         """Return the question as plain data."""
         given = {name: value for name, value in asdict(self).items() if name not in HORIZONS}
-        lists = {"branch_batches": list(self.branch_batches), "skip": list(self.skip)}
+        lists = {name: list(given[name]) for name in ("branch_batches", "branch_steps", "skip")}
         return {**given, **lists, "horizon": dict(self.horizon)}
 
 
@@ -247,6 +252,7 @@ def tune(
     steps: int = 200,
     noise_batch: int | None = None,
     branch_batches: tuple[int, ...] = (),
+    branch_steps: tuple[int, ...] = (0,),
     race: bool = False,
     until_loss: float | None = None,
     samples: int | None = None,
@@ -281,6 +287,7 @@ def tune(
     - `shape`: what else `batch` takes.
     - `steps`, `seed`: of the training that measures the critical batch; `noise_batch` is its effective batch.
     - `branch_batches`: effective batches to train short branches at; they measure the critical batch itself.
+      `branch_steps`: after how many steps of the smallest of them branches begin, at one or several places of the run.
     - `race`: train the recommended batch against half and double of it, for the same counted time; the winner is
       recommended.
     - `until_loss`, `samples`, `hours`: one of them, until where the run is meant to go. Without it: until the data was
@@ -302,6 +309,7 @@ def tune(
         steps=steps,
         noise_batch=noise_batch,
         branch_batches=branch_batches,
+        branch_steps=branch_steps,
         race=race,
         until_loss=until_loss,
         samples=samples,
