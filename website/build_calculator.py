@@ -5,6 +5,7 @@
 Promises:
 - the page runs the wheel itself; nothing of the package is written a second time;
 - Pyodide and the wheels of click and rich are fetched here and are never committed;
+- what a visitor's Python would compile first is compiled here (precompile.mjs), checked against the wheel's source;
 - what the page offers to choose from is what the package answers about.
 """
 
@@ -56,11 +57,11 @@ def build_calculator(folder: Path, *, npm: Path | None = None, wheel: Path | Non
         str(folder / "wheels"),
     )
     _run(sys.executable, *fetch, *WHEELS)
-    for name in ("worker.mjs", "calculator.mjs", "calculator.css"):
+    for name in ("calculator.mjs", "calculator.css"):
         shutil.copy(SOURCE / name, folder / name)
-    wheels = sorted(path.name for path in (folder / "wheels").iterdir() if path.suffix == ".whl")
-    own, *others = sorted(wheels, key=lambda name: not name.startswith("batchwright-"))
-    (folder / "files.json").write_text(json.dumps({"wheel": own, "command": others}), encoding="utf-8")
+    drop_packages(folder / "pyodide" / "pyodide-lock.json")
+    _run("node", str(SOURCE.parent / "precompile.mjs"), str(folder))
+    write_worker(folder)
     write_pages(folder)
     write_offline(folder)
     return sorted(path for path in folder.rglob("*") if path.is_file())
@@ -75,6 +76,21 @@ def install_pyodide(npm: Path | None) -> Path:
         (place / "package.json").write_text("{}", encoding="utf-8")
         _run("npm", "install", "--silent", "--no-audit", "--no-fund", f"pyodide@{PYODIDE}", cwd=place)
     return package
+
+
+def drop_packages(lock: Path) -> None:
+    """Leave out the packages that Pyodide would fetch from elsewhere: none is loaded, and the list is long."""
+    info = json.loads(lock.read_text(encoding="utf-8"))["info"]
+    lock.write_text(json.dumps({"info": info, "packages": {}}), encoding="utf-8")
+
+
+def write_worker(folder: Path) -> None:
+    """Write the worker with the names of what it loads: for an answer, and for the first command that is typed."""
+    wheels = sorted(path.name for path in (folder / "wheels").iterdir() if path.suffix == ".whl")
+    own, *others = sorted(wheels, key=lambda name: not name.startswith("batchwright-"))
+    files = {"answer": [own, "answer.zip"], "command": [*others, "command.zip"]}
+    text = (SOURCE / "worker.mjs").read_text(encoding="utf-8").replace("{{files_json}}", json.dumps(files))
+    (folder / "worker.mjs").write_text(text, encoding="utf-8")
 
 
 def write_pages(folder: Path) -> None:

@@ -1,5 +1,6 @@
 // Runs Python beside the page: the wheel that pip installs, and nothing that is not of this origin.
 // A message {id, name, args} is answered by {id, text} or {id, error}; {state} says how far the loading is.
+import { loadPyodide } from "./pyodide/pyodide.mjs";
 
 const GLUE = `
 import contextlib, io, json, shlex
@@ -43,26 +44,26 @@ def run(line):
     return json.dumps({"code": code or 0, "text": out.getvalue()})
 `;
 
-const files = fetch("files.json").then((answer) => answer.json());
-const fetchWheel = (name) => fetch(`wheels/${name}`).then((answer) => {
+// What an answer needs, and what only a command does: wheels, and bytecode that their sources are checked against.
+const FILES = {{files_json}};
+const fetchAll = (names) => Promise.all(names.map(async (name) => {
+  const answer = await fetch(`wheels/${name}`);
   if (!answer.ok) throw new Error(`${name}: ${answer.status}`);
   return answer.arrayBuffer();
-});
+}));
 
 async function load() {
-  const wheel = files.then(({ wheel }) => fetchWheel(wheel));
-  const { loadPyodide } = await import("./pyodide/pyodide.mjs");
-  const python = await loadPyodide({ indexURL: new URL("pyodide/", import.meta.url).href });
-  python.unpackArchive(await wheel, "wheel");
+  const [archives, python] = await Promise.all([
+    fetchAll(FILES.answer),
+    loadPyodide({ indexURL: new URL("pyodide/", import.meta.url).href }),
+  ]);
+  const unpack = (archive) => python.unpackArchive(archive, "wheel");
+  archives.forEach(unpack);
   python.runPython(GLUE);
   const functions = Object.fromEntries(["answer", "check", "run"].map((name) => [name, python.globals.get(name)]));
-  // Only a command needs click and rich.
   let command;
-  const unpackCommand = async () => {
-    for (const wheel of await Promise.all((await files).command.map(fetchWheel))) python.unpackArchive(wheel, "wheel");
-  };
   return { ...functions, run: async (line) => {
-    await (command ??= unpackCommand());
+    await (command ??= fetchAll(FILES.command).then((archives) => archives.forEach(unpack)));
     return functions.run(line);
   } };
 }
