@@ -57,7 +57,7 @@ def build_calculator(folder: Path, *, npm: Path | None = None, wheel: Path | Non
         str(folder / "wheels"),
     )
     _run(sys.executable, *fetch, *WHEELS)
-    for name in ("calculator.mjs", "calculator.css"):
+    for name in ("calculator.mjs", "unsupported.js", "calculator.css"):
         shutil.copy(SOURCE / name, folder / name)
     drop_packages(folder / "pyodide" / "pyodide-lock.json")
     _run("node", str(SOURCE.parent / "precompile.mjs"), str(folder))

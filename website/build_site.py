@@ -20,9 +20,9 @@ from pathlib import Path
 
 from build_calculator import build_calculator
 from check_site import find_problems
-from stage import ROOT, navigation, stage_pages
+from stage import FENCE, ROOT, navigation, stage_pages
 
-# In the repository there is no calculator to lead to; on the site its page does.
+# In the repository the page says how to build the calculator; on the site it leads there.
 BUTTONS = """
 [Open the calculator](../calculator/index.html){ .md-button .md-button--primary }
 [打开计算器](../calculator/zh.html){ .md-button }
@@ -38,8 +38,8 @@ def main() -> int:
     stage = ROOT / "build" / "site"
     shutil.rmtree(stage, ignore_errors=True)
     pages = stage_pages(stage / "pages")
-    title, _, text = pages["guide/calculator.md"].partition("\n")
-    (stage / "pages" / "guide" / "calculator.md").write_text(f"{title}\n{BUTTONS}{text}", encoding="utf-8")
+    text = FENCE.sub(BUTTONS.strip(), pages["guide/calculator.md"], count=1)
+    (stage / "pages" / "guide" / "calculator.md").write_text(text, encoding="utf-8")
     build_calculator(stage / "pages" / "calculator", npm=options.npm)
     config = (ROOT / "website" / "mkdocs.yml").read_text(encoding="utf-8")
     config = config.replace("SOURCE", str(ROOT / "src")).replace("WEBSITE", str(ROOT / "website"))

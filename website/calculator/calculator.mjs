@@ -113,7 +113,7 @@ function draw({ answer, shown }) {
     piece.style.flexGrow = String(bytes / whole);
     return piece;
   }));
-  const percent = (bytes) => `${Math.round((100 * bytes) / whole)} %`;
+  const percent = (bytes) => (0 < bytes && bytes < whole / 200 ? "<1 %" : `${Math.round((100 * bytes) / whole)} %`);
   const grows = (part) => (estimate.grows_with_batch[part] > 0 ? `+${of(estimate.grows_with_batch[part])}` : texts.fixed);
   const named = (part, name) => element("span", { className: "named" }, element("span", { className: `swatch ${part}` }), name);
   table("parts", [texts.part, texts.bytes, texts.share, texts.per_sample], [
@@ -133,7 +133,7 @@ function draw({ answer, shown }) {
   })));
 
   $("splitting").hidden = !answer.fits;
-  $("reason").textContent = [plan.reason, ...plan.notes].map((line) => `${line}.`).join(" ");
+  $("reason").textContent = [plan.reason, ...plan.notes].map((line) => `${line[0].toUpperCase()}${line.slice(1)}.`).join(" ");
   table("splits", [texts.micro_batch, texts.accumulation, texts.effective, texts.peak, texts.activations], plan.table.map((row, i) => ({
     className: i ? "" : "chosen",
     cells: [NUMBERS.format(row.micro_batch), NUMBERS.format(row.accumulation), NUMBERS.format(row.effective_batch), of(row.peak_bytes), `${Number(row.relative_activations.toPrecision(3))}x`],
@@ -143,7 +143,10 @@ function draw({ answer, shown }) {
   $("again").textContent = answer.commands.again;
 
   const most = Math.log2(1 + Math.max(...answer.cards.map((row) => row.largest_micro_batch ?? 0)));
-  table("cards", [texts.card ?? "", texts.may_be_used, texts.largest], answer.cards.map((row) => {
+  // Those that hold it come first, and the smallest of them: the others are the longer list.
+  const holding = answer.cards.filter((row) => row.largest_micro_batch !== null);
+  const others = answer.cards.filter((row) => row.largest_micro_batch === null);
+  table("cards", [texts.card, texts.may_be_used, texts.largest], [...holding, ...others].map((row) => {
     const size = element("span", { className: "size" });
     size.style.width = `${most ? (60 * Math.log2(1 + (row.largest_micro_batch ?? 0))) / most : 0}px`;
     const largest = row.largest_micro_batch === null ? texts.nothing : NUMBERS.format(row.largest_micro_batch);
@@ -207,6 +210,7 @@ async function runCommand(event) {
 }
 
 function start() {
+  document.documentElement.dataset.started = "yes"; // unsupported.js looks for it
   prepare();
   show({ ...choices.defaults, ...Object.fromEntries(new URLSearchParams(location.search)) });
   try {

@@ -1,7 +1,5 @@
 // Runs Python beside the page: the wheel that pip installs, and nothing that is not of this origin.
 // A message {id, name, args} is answered by {id, text} or {id, error}; {state} says how far the loading is.
-import { loadPyodide } from "./pyodide/pyodide.mjs";
-
 const GLUE = `
 import contextlib, io, json, shlex
 from batchwright.memory import calculator
@@ -52,11 +50,22 @@ const fetchAll = (names) => Promise.all(names.map(async (name) => {
   return answer.arrayBuffer();
 }));
 
+// Where WebAssembly cannot be had, Pyodide warns and waits forever.
+const withoutWasm = new Promise((_, reject) => {
+  const instantiate = WebAssembly.instantiateStreaming;
+  if (!instantiate) return; // an older Safari: Pyodide takes another way
+  WebAssembly.instantiateStreaming = (...args) => {
+    const instance = instantiate(...args);
+    instance.catch(reject);
+    return instance;
+  };
+});
+
 async function load() {
-  const [archives, python] = await Promise.all([
-    fetchAll(FILES.answer),
-    loadPyodide({ indexURL: new URL("pyodide/", import.meta.url).href }),
-  ]);
+  const indexURL = new URL("pyodide/", import.meta.url).href;
+  // Not a static import: where it fails, the page can say what was missing.
+  const loading = import("./pyodide/pyodide.mjs").then(({ loadPyodide }) => loadPyodide({ indexURL }));
+  const [archives, python] = await Promise.race([Promise.all([fetchAll(FILES.answer), loading]), withoutWasm]);
   const unpack = (archive) => python.unpackArchive(archive, "wheel");
   archives.forEach(unpack);
   python.runPython(GLUE);
