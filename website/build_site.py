@@ -38,7 +38,7 @@ def main() -> int:
     stage = ROOT / "build" / "site"
     shutil.rmtree(stage, ignore_errors=True)
     pages = stage_pages(stage / "pages")
-    text = FENCE.sub(BUTTONS.strip(), pages["guide/calculator.md"], count=1)
+    text = FENCE.sub(BUTTONS.strip() + "\n\n", pages["guide/calculator.md"], count=1)
     (stage / "pages" / "guide" / "calculator.md").write_text(text, encoding="utf-8")
     build_calculator(stage / "pages" / "calculator", npm=options.npm)
     config = (ROOT / "website" / "mkdocs.yml").read_text(encoding="utf-8")
