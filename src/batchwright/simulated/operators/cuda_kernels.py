@@ -26,6 +26,7 @@ from batchwright.simulated.operators.convolutions import (
     convolution_moments,
     most_workspace,
 )
+from batchwright.simulated.operators.input_copies import copied_bytes
 from batchwright.simulated.torch_patches.backend import card_device, simulated_device
 
 if TYPE_CHECKING:
@@ -90,11 +91,10 @@ class CudaKernels:
             self._most_allocated = max(self._most_allocated, now + output_bytes + most)
         if func in CONVOLUTIONS:
             return self._as_room_allows(convolution_moments(self._card, func, args, outputs))
-        moments = [Moment(output=tensor) for tensor in outputs]
-        rule = _WORKSPACES.get(func)
-        if rule is None:
-            return moments
-        return around([num_bytes for num_bytes in rule(self._card, args, outputs) if num_bytes > 0], moments)
+        moments, held = [Moment(output=tensor) for tensor in outputs], copied_bytes(func, args)
+        if rule := _WORKSPACES.get(func):
+            held += [num_bytes for num_bytes in rule(self._card, args, outputs) if num_bytes > 0]
+        return around(held, moments) if held else moments
 
     def _as_room_allows(self, moments: list[Moment]) -> list[Moment]:
         """Leave out workspaces that the card has no room for: PyTorch then takes the next plan, one that needs none.
