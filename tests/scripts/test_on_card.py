@@ -323,6 +323,29 @@ def test_programs_run_to_their_cut(probes: Probes, program: tuple[str, str]) -> 
     assert [path.name for path in folder.iterdir()] == ["train.py"]
 
 
+def test_a_program_that_compiles_by_an_option_takes_less(probes: Probes) -> None:
+    program = """
+        class Waves(nn.Sequential):
+            def forward(self, x):
+                for _ in range(4):
+                    x = torch.sin(torch.exp(x))
+                return super().forward(x)
+        model = Waves(*build()).cuda()
+        if "--compile" in sys.argv:
+            model = torch.compile(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        while True:
+            x = torch.randn(4096, 64, device="cuda", requires_grad=True)
+            model(x).square().mean().backward(); optimizer.step()
+    """
+    (Path(probes.script.cwd) / "train.py").write_text(dedent(HEAD) + dedent(program))
+    commands = (read_command(["train.py", *options]) for options in ((), ("--compile",)))
+    eager, compiled = (probes.run(command).peak_bytes for command in commands)
+    assert eager is not None
+    assert compiled is not None
+    assert eager.of_allocator[0] - compiled.of_allocator[0] > 2 * 4096 * 64 * 4, "eight waves are one kernel"
+
+
 def test_a_program_that_is_too_large_runs_out_there(tmp_path: Path) -> None:
     seen = run(
         tmp_path,

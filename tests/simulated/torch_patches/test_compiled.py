@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,16 @@ def test_what_is_fused_is_not_held(on: str, recorded: Recorded) -> None:
     assert notes == ()
     assert eager - compiled > 2 * ONE
     recorded.check()
+
+
+def test_a_graph_is_lowered_once_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> Any:
+        return torch.compile(nn.Sequential(nn.Linear(WIDTH, 3), nn.GELU()))
+
+    first = found(build)
+    lowering = import_module("torch._inductor.graph").GraphLowering
+    monkeypatch.setattr(lowering, "run", lambda *_: pytest.fail("the graph was lowered again"))
+    assert found(build) == first
 
 
 def autocast(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -188,7 +188,7 @@ class Compiler:
 
     @contextmanager
     def _inductor(self) -> Iterator[None]:
-        with without_kernels(self._device, self._note_kernel), ExitStack() as stack:
+        with without_kernels(self._device, self._note_kernel, self._capability), ExitStack() as stack:
             if self._capability is not None:
                 stack.enter_context(applied(inductor_on_card(self._capability)))
             yield

@@ -1,22 +1,25 @@
 """Inductor down to the wrapper that it generates, and no kernels: what a compiled graph takes and lets go.
 
 Replaces, while a graph is compiled: torch._inductor.graph.get_wrapper_codegen_for_device,
-torch._inductor.graph.GraphLowering._compile_to_module_lines, torch._functorch.partitioners.functionalize_rng_ops, and
-settings of torch._inductor, torch._functorch and
-torch._dynamo that would write to a cache on disk or start processes.
+torch._inductor.graph.GraphLowering._compile_to_module_lines, torch._inductor.compile_fx.fx_codegen_and_compile,
+torch._functorch.partitioners.functionalize_rng_ops, and settings of torch._inductor, torch._functorch and torch._dynamo
+that would write to a cache on disk or start processes.
 
 Promises:
 - which buffers there are, when each is taken, reused and let go, is decided by Inductor itself: its passes, its
   scheduler and its memory planning run as they are, and the wrapper that it writes is executed;
 - no kernel is compiled or run, and nothing is written to disk;
+- a graph that was lowered once is not lowered again at the same sizes, by the same settings, for the same card;
 - operators that Inductor leaves to torch (a convolution, attention) run as they do outside of a compiled graph; what a
   library holds that writes into a buffer of the graph's (a product of matrices) is told to `NoteKernel`.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -49,34 +52,91 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+# What was lowered last, oldest first: by a graph with its sizes, what Inductor made of it and the wrapper's text.
+_LOWERED: OrderedDict[Any, tuple[Any, str]] = OrderedDict()
+_KEPT = 256
+# What tells one lowering from another and not what it makes.
+_PASSING = ("graph_id", "boxed_forward_device_index")
+
+
 @contextmanager
-def without_kernels(device: torch.device, note_kernel: NoteKernel) -> Iterator[None]:
-    """Have Inductor compile for `device` without compiling kernels, within a run."""
+def without_kernels(
+    device: torch.device, note_kernel: NoteKernel, capability: tuple[int, int] | None
+) -> Iterator[None]:
+    """Have Inductor compile for `device`, on a card for one of this capability, without compiling kernels."""
     with ExitStack() as stack:
         for name, settings in _SETTINGS.items():
             stack.enter_context(import_module(name).patch(settings))
-        stack.enter_context(applied(_patches(device, note_kernel)))
+        stack.enter_context(applied(_patches(device, note_kernel, capability)))
         yield
 
 
-def _patches(device: torch.device, note_kernel: NoteKernel) -> Iterator[Patch]:
-    graph = import_module("torch._inductor.graph")
+def _patches(device: torch.device, note_kernel: NoteKernel, capability: tuple[int, int] | None) -> Iterator[Patch]:
+    graph, compile_fx = import_module("torch._inductor.graph"), import_module("torch._inductor.compile_fx")
     yield Patch(graph, "get_wrapper_codegen_for_device", lambda *_, **__: _wrapper_class())
+    # The wrappers that were loaded while one graph was lowered; None for one that has constants of its own.
+    texts: list[str | None] = []
+
+    def run_wrapper(text: str, constants: dict[str, Any]) -> Callable[..., Any]:
+        names = {**_names_of_wrapper(device, note_kernel), **constants}
+        given = dict(names)
+        exec(compile(text, "<Inductor's wrapper>", "exec"), names)
+        names.update(given)  # over what the wrapper has imported
+        return names["call"]  # type: ignore[no-any-return]
 
     def load(lowering: Any, wrapper: Any) -> Any:
         lowering.cache_key, lowering.cache_path, lowering.cache_linemap = "", __file__, []
-        names = _names_of_wrapper(device, note_kernel)
-        names.update(lowering.constants, **lowering.torchbind_constants)
-        given = dict(names)
-        exec(compile(wrapper.value, "<Inductor's wrapper>", "exec"), names)
-        names.update(given)  # over what the wrapper has imported
-        return SimpleNamespace(call=names["call"], __file__=__file__)
+        constants = {**lowering.constants, **lowering.torchbind_constants}
+        texts.append(None if constants else wrapper.value)
+        return SimpleNamespace(call=run_wrapper(wrapper.value, constants), __file__=__file__)
 
     yield Patch(graph.GraphLowering, "_compile_to_module_lines", load)
+    lower = compile_fx.fx_codegen_and_compile
+
+    def lower_once(module: Any, examples: Any, *rest: Any, **options: Any) -> Any:
+        key = _key_of(module, rest, options, (device.type, capability))
+        if key in _LOWERED:
+            _LOWERED.move_to_end(key)
+            kept, text = _LOWERED[key]
+            lowered = copy.copy(kept)
+            lowered.current_callable = run_wrapper(text, {})
+            return lowered
+        texts.clear()
+        lowered = lower(module, examples, *rest, **options)
+        if key is not None and len(texts) == 1 and texts[0] is not None and hasattr(lowered, "current_callable"):
+            kept = copy.copy(lowered)
+            kept.current_callable = None  # it belongs to this run
+            _LOWERED[key] = (kept, texts[0])
+            if len(_LOWERED) > _KEPT:
+                _LOWERED.popitem(last=False)
+        return lowered
+
+    yield Patch(compile_fx, "fx_codegen_and_compile", lower_once)
     if device.type != "cpu":
         # Random states that a recomputed operator of the card sets back lie on the host, and here nothing is drawn.
         partitioners = import_module("torch._functorch.partitioners")
         yield Patch(partitioners, "functionalize_rng_ops", lambda _, forward, backward, *__: (forward, backward))
+
+
+def _key_of(module: Any, rest: Any, options: dict[str, Any], place: Any) -> Any:
+    """What Inductor's work on a graph depends on; None where that is not all to be read off: sizes of any value."""
+    nodes = list(module.graph.nodes)
+    if any(node.op == "get_attr" for node in nodes):
+        return None
+    known = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
+    if any(isinstance(value, torch.SymInt) for value in known):
+        return None
+    inputs = tuple(
+        (value.shape, value.stride(), value.storage_offset(), value.dtype, str(value.device), value.requires_grad)
+        if isinstance(value, torch.Tensor)
+        else repr(value)
+        for value in known
+    )
+    # What of the output's layout is bound, apart from the values themselves.
+    bound = {name: value for name, value in nodes[-1].meta.items() if name.endswith(("_idxs", "_strides"))}
+    settings = {name: value for name, value in options.items() if name not in _PASSING}
+    config = import_module("torch._inductor.config").get_hash()
+    return str(module.graph), inputs, repr(bound), repr(rest), repr(settings), config, place
 
 
 @cache
