@@ -83,21 +83,25 @@ def predict(case: Case) -> dict[str, Any]:
 
 
 def settle_contexts(cases: list[Case], found: dict[str, Any]) -> None:
-    """Take the context of a machine that no source tells from one case on it, of the calibration third.
+    """Take the context of a machine that no source tells from cases on it, of the calibration third: the median.
 
-    This is what `--calibrate` does with one measured run. That case itself is not judged.
+    This is what `--calibrate` does with one measured run. The cases it comes from are not judged.
     """
     by_id = {case.id: case for case in cases}
+    contexts: dict[tuple[str, ...], int] = {}
     for case in cases:
-        one = by_id.get(case.options.get("context_from", ""))
-        if one is None or one is case or any("failed" in found.get(each.id, {"failed": 1}) for each in (case, one)):
-            continue
-        assert is_calibration(one)
-        assert one.tier == "C"
-        told = found[case.id]
-        held = one.measured_bytes - found[one.id]["reserved"]
-        above = told["upper_reserved"] - told["reserved"]
-        told["device"], told["upper"] = told["reserved"] + held, told["reserved"] + above + held
+        machine = case.options.get("context_from", ())
+        known = [by_id[name] for name in machine if name in by_id and "failed" not in found.get(name, {"failed": 1})]
+        if known and machine not in contexts:
+            assert all(map(is_calibration, known))
+            held = statistics.median(one.measured_bytes - found[one.id]["reserved"] for one in known)
+            contexts[machine] = max(round(held), 0)
+    for case in cases:
+        held = contexts.get(case.options.get("context_from", ()))
+        told = found.get(case.id, {"failed": 1})
+        if held is not None and "failed" not in told:
+            above = told["upper_reserved"] - told["reserved"]
+            told["device"], told["upper"] = told["reserved"] + held, told["reserved"] + above + held
 
 
 def error_of(case: Case, told: dict[str, Any]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_COMPILED = "torch.compile: no workload was written yet"
+_COMPILED_NF4 = "torchao's NF4 weights, dequantized inside of compiled layers: no workload was written"
 _FLOAT8 = "whether weights are gathered in float8 is not stated in the table"
 _MXFP8 = "MXFP8 linear layers of a prototype of torchao's of that date: no workload was written"
 _CONTEXT = "context parallelism over all cards, and float8 layers of unstated settings: no workload was written"
@@ -26,7 +26,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("tune-l31-llama-3-1-8bfull", "torch.compile, and the settings of this row are not stated"),
     ("tune-l31-llama-3-1-8blora1x-a6000", "torch.compile, and the settings of this row are not stated"),
     ("tune-l31-llama-3-1-405b", "QLoRA sharded by FSDP2 over eight cards"),
-    ("tune-l31", _COMPILED),
+    ("tune-l31-llama-3-1-8bqlora", _COMPILED_NF4),
     ("tune-l32-3b-baseline", "unpacked Alpaca: the length of the longest batch of that run is not known"),
     ("tune-l32-3b-init", "no step: the memory after the model was built"),
     ("tune-l32-3b-activation-offloading", "activations are offloaded to the host: no workload was written"),

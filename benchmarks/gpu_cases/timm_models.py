@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 _SANITY_ONLY = {
     "device_holds": "reserved and context",
-    "context_from": "gpumemnet-timm-vit_base_patch16_224-bs32",
+    "context_from": ("gpumemnet-timm-vit_base_patch16_224-bs32",),
     "cudnn_benchmark": True,
     "doubt": "optimizer, precision and cudnn.benchmark are timm's defaults, not stated: sanity only",
 }
 _XCEPTION = {
     "is_conv_net": True,
     "device_holds": "reserved and context",
-    "context_from": "gpumemnet-timm-vit_base_patch16_224-bs32",
+    "context_from": ("gpumemnet-timm-vit_base_patch16_224-bs32",),
     "doubt": "cudnn.benchmark is not stated; timm's xception is its legacy_xception of today",
 }
 

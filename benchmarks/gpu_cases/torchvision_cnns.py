@@ -28,7 +28,7 @@ _XMEM = {"steps": 3, "is_conv_net": True, "device_holds": "reserved and context"
 _GPUMEMNET = {
     "is_conv_net": True,
     "device_holds": "reserved and context",
-    "context_from": "gpumemnet-timm-vit_base_patch16_224-bs32",
+    "context_from": ("gpumemnet-timm-vit_base_patch16_224-bs32",),
     "doubt": "cudnn.benchmark is not stated; sampled by nvidia-smi, so a short peak may be missed",
 }
 
