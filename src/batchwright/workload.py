@@ -200,8 +200,9 @@ class Workload:
     `optimizer` the workload is inference only; it is a function of the parameters to train (`lambda params: ...`),
     of their names too (`lambda named_parameters: ...`, a list of pairs), or of the model (`lambda model: ...`). The
     other fields say what else the step does: `units` counts the loss units of a batch, `wrap` wraps the model on
-    each rank, `scaler` makes a GradScaler, `generate` and `evaluate` run after the step, `window` is the user's own
-    accumulation loop, `split` cuts a batch.
+    each rank (or makes a pipeline's schedule of it, which `loss` is then handed in place of the model), `scaler` makes
+    a GradScaler, `generate` and `evaluate` run after the step, `window` is the user's own accumulation loop, `split`
+    cuts a batch.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -211,7 +212,7 @@ class Workload:
     data: Any = None
     collate: Callable[[list[Any]], Any] | None = None
     units: Callable[[Any], int] | None = None
-    wrap: Callable[[nn.Module], nn.Module] | None = None
+    wrap: Callable[[nn.Module], Any] | None = None
     scaler: Callable[[], Any] | None = None
     generate: Callable[..., Any] | None = None
     evaluate: Callable[..., Any] | None = None

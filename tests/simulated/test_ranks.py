@@ -257,14 +257,3 @@ def test_torch_is_as_it_was(fails: bool) -> None:
     with pytest.raises(LookupError) if fails else nullcontext():
         on_four(wrap)
     assert state() == before
-
-
-def test_a_pipeline_stage_is_refused_with_the_nearest_answer() -> None:
-    def wrap(model: nn.Module) -> nn.Module:
-        from torch.distributed.pipelining import PipelineStage
-
-        PipelineStage(model, 0, 4, torch.device("cuda"))
-        return model
-
-    with pytest.raises(CannotTraceError, match=r"(?s)pipeline.*test_ranks\.py.*one stage as a model of its own"):
-        on_four(wrap)

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.device.batches import make_batch
 from batchwright.device.outcome import Outcome, is_too_small
+from batchwright.device.pipeline import PipelineRank
 from batchwright.errors import InvalidInputError
 from batchwright.state.kept_tensor import hooks_taken_back
 from batchwright.state.process_state import random_sources
@@ -203,6 +204,8 @@ class StepSettings:
     """How a trace takes experts to share tokens; a real step knows."""
     devices: int = 1
     """Ranks that a simulated card is one of; a real step runs on one."""
+    rank: int | None = None
+    """Which of them; None for the one that holds the most."""
 
 
 PLAIN_STEP = StepSettings()
@@ -327,10 +330,13 @@ def _run_steps(
     """
     whole_number(steps, "steps")
     accumulation = whole_number(settings.accumulation, "accumulation")
+    pipeline = model if isinstance(model, PipelineRank) else None
+    num_samples = micro_batch if pipeline is None else micro_batch * pipeline.num_micro_batches
+    what_runs: Any = model if pipeline is None else pipeline.schedule
 
     def batch() -> Any:
         on_phase("batch")
-        return make_batch(workload, micro_batch, settings.shape, device)
+        return make_batch(workload, num_samples, settings.shape, device)
 
     def without_gradients(model: nn.Module) -> None:
         for name, work in (("generate", workload.generate), ("evaluate", workload.evaluate)):
@@ -338,7 +344,7 @@ def _run_steps(
                 inputs = batch()
                 on_phase(name)
                 with torch.no_grad(), evaluating(model):
-                    work(model, inputs)
+                    work(what_runs, inputs)
                 del inputs
 
     seconds = []
@@ -349,6 +355,11 @@ def _run_steps(
         if not model.training:
             model.train()
         scaler = build_scaler(workload)
+        if scaler is not None and pipeline is not None:
+            raise InvalidInputError(
+                "the loss of a pipeline is computed and differentiated by its schedule, where scaler= cannot scale it.",
+                remedy="leave out scaler=, and scale in the schedule's loss_fn",
+            )
         gradients = _Gradients(workload.loss, model, optimizers, scaler, accumulation, batch, on_phase)
         for _ in range(steps):
             start = now()
@@ -368,7 +379,7 @@ def _run_steps(
                     inputs = batch()
                     on_phase("forward")
                     with torch.no_grad(), evaluating(model):
-                        workload.loss(model, inputs)
+                        workload.loss(what_runs, inputs)
                     del inputs
                 without_gradients(model)
             seconds.append(now() - start)
@@ -393,6 +404,11 @@ class _Gradients:
         for _ in range(self.accumulation):
             inputs = self.batch()
             self.on_phase("forward")
+            if isinstance(self.model, PipelineRank):
+                self.loss(self.model.schedule, inputs)  # backward runs inside of it
+                total = torch.zeros(())  # the loss is known to the last stage only
+                del inputs
+                continue
             loss = checked_loss(self.loss(self.model, inputs))
             # Divided only where it must be: even a scalar division is an allocation in the trace.
             loss = loss if self.accumulation == 1 else loss / self.accumulation

@@ -36,6 +36,7 @@ from torch import nn
 from batchwright.device.device import open_limited
 from batchwright.device.host import PINNED_ENVIRONMENT, live_bytes
 from batchwright.device.outcome import Outcome, find_rule
+from batchwright.device.pipeline import apply_wrap
 from batchwright.device.step import StepSettings
 from batchwright.errors import BatchwrightError, StepFailedError, error_from_dict
 from batchwright.fitting.fit_result import Fit
@@ -282,7 +283,7 @@ def wrap_model(workload: Workload) -> Workload:
         model = given if isinstance(given, nn.Module) else given()
         if torch.accelerator.is_available():
             model = model.to(torch.accelerator.current_accelerator())
-        return wrap(model)
+        return apply_wrap(wrap, model)
 
     return replace(workload, model=build, wrap=None)
 

@@ -422,11 +422,10 @@ class OnCard:
 
         A run that ends out of memory is written as well: that is when one wants to look.
         """
-        history = History()
-        card = self.as_it_is(history)
+        card = self.as_it_is(History())
         with suppress(torch.OutOfMemoryError):
             trace_workload(self.workload, micro_batch, self.step, card=card)
-        replace_file(file, pickle.dumps(history.snapshot(card.allocator)), what="the snapshot", option="snapshot=FILE")
+        replace_file(file, pickle.dumps(card.snapshot()), what="the snapshot", option="snapshot=FILE")
 
     def fits(self, traced: Traced) -> bool:
         """Whether what was traced with room to spare runs on the card as it is."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -57,6 +57,7 @@ class SimulatedCard:
         history: History | None = None,
     ) -> None:
         self.card = card
+        self._is_roomy = is_roomy
         self.context = context_of(card)
         settings = settings or AllocatorSettings()
         self.allocator = CachingAllocator(
@@ -68,6 +69,15 @@ class SimulatedCard:
         self.history = history
         self.kernels = CudaKernels(card, self.allocator)
         self.requests = Requests()
+
+    def twin(self) -> SimulatedCard:
+        """Return such a card on which nothing has run: that of another rank."""
+        history = None if self.history is None else History()
+        return SimulatedCard(self.card, self.allocator.settings, is_roomy=self._is_roomy, history=history)
+
+    def take_over(self, other: SimulatedCard) -> None:
+        """Become another card of the same kind, with all that has run on it."""
+        vars(self).update(vars(other))
 
     @contextmanager
     def running(self) -> Iterator[torch.device]:
@@ -107,6 +117,11 @@ class SimulatedCard:
         """Give memory back to the allocator."""
         self.requests.gave_back(block)
         self.allocator.free(block)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what `torch.cuda.memory._snapshot()` would, of a card with a history."""
+        assert self.history is not None
+        return self.history.snapshot(self.allocator)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on this card."""

@@ -6,7 +6,7 @@ C++ that reads memory, so its buckets are allocated in its place. A mesh reads w
 tensors have no values, so meshes are made of real numbers.
 
 Replaces: methods of DeviceMesh and DistributedDataParallel; how FSDP1 tells devices and storages apart; __init__ of
-Joinable and PipelineStage (refused); init_process_group and destroy_process_group of torch.distributed,
+Joinable (refused); init_process_group and destroy_process_group of torch.distributed,
 _World.default_pg; DTensor.device, and how ShardingPropagator finds out shapes.
 
 Promises:
@@ -23,11 +23,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -48,6 +47,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from batchwright.errors import CannotTraceError, InvalidInputError
+from batchwright.simulated.pipelines import running_stages
 from batchwright.simulated.torch_patches.backend import NAME
 from batchwright.simulated.torch_patches.patches import Patch, applied, do_nothing, refusing, undone
 from batchwright.simulated.torch_patches.torch_cuda import SEEN_AS, seen_device
@@ -114,10 +114,6 @@ def _in_order(ranks: Any) -> Any:
 # `wrap` came by them.
 
 _SHARD = "fully_shard (FSDP2) shards the same way and is simulated"
-_STAGE = (
-    "estimate one stage as a model of its own, whose loss runs as many micro-batches as the stage holds before it "
-    "frees one: under 1F1B the number of stages after it, and one"
-)
 
 
 def refused_wraps() -> Iterator[Patch]:
@@ -126,9 +122,6 @@ def refused_wraps() -> Iterator[Patch]:
         # What can be joined is DDP, whose place `_Replica` takes, and this optimizer; importing it takes a second.
         (Joinable, "ZeroRedundancyOptimizer", _SHARD),
     ]
-    # Imported here, or a step that imports it itself would pass.
-    pipelining = import_module("torch.distributed.pipelining")
-    refused.append((pipelining.PipelineStage, "pipeline parallelism", _STAGE))
     for kind, called, remedy in refused:
         yield Patch(kind, "__init__", refusing(f"{called} is not simulated.", remedy))
 
@@ -348,8 +341,9 @@ _SHAPES = "_propagate_tensor_meta_non_cached"
 
 
 @contextmanager
-def simulated_ranks(devices: int) -> Iterator[None]:
-    """Have torch believe in so many ranks, of which this is the first."""
+def simulated_ranks(devices: int, rank: int = 0, *, stages: Iterable[Patch] | None = None) -> Iterator[None]:
+    """Have torch believe in so many ranks, of which this is one; `stages` let pipelines run, which are refused else."""
+    stages = running_stages(None, do_nothing) if stages is None else stages
     if dist.is_initialized():
         raise InvalidInputError("ranks cannot be simulated in a process that has a process group of its own.")
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -358,8 +352,8 @@ def simulated_ranks(devices: int) -> Iterator[None]:
     hook_as_it_was = partial(setattr, sys, "excepthook", sys.excepthook)
     shapes_as_they_were = partial(_forget_shapes, set(FakeTensorMode.cache))
     with applied(_group_is_ours()), undone(_end_group), undone(hook_as_it_was), undone(shapes_as_they_were):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
-        with applied(_group_stays(), _shards(), real_meshes(), replicas(), flat_parameters(), refused_wraps()):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=devices)
+        with applied(_group_stays(), _shards(), real_meshes(), replicas(), flat_parameters(), refused_wraps(), stages):
             yield
 
 

@@ -20,7 +20,7 @@ def time_on(
 ) -> StepTime | NoTime:
     """Return the seconds of one optimizer step of all ranks; by a profile of the card, if there is one."""
     if work is None or not work.entries:
-        return NoTime("the step could not be followed operator by operator")
+        return NoTime("the step could not be followed operator by operator, or its rank waits for others of a pipeline")
     samples = micro_batch * step.accumulation * step.devices
     profile = profile_of_card(card) if step.devices == 1 else None
     if profile is not None:

@@ -26,10 +26,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_iter
 
+from batchwright.device.pipeline import apply_wrap
 from batchwright.device.step import DEFAULT_STEPS, PLAIN_STEP, StepSettings, hand_out_model, handed_out, run_probe
 from batchwright.errors import CannotTraceError, InvalidInputError
 from batchwright.simulated.operators.quantized_layers import quantized_parts, stand_in
 from batchwright.simulated.operators.recurrent import packed_by_numbers
+from batchwright.simulated.pipelines import Pipeline, run_every_rank, running_stages
 from batchwright.simulated.ranks import simulated_ranks
 from batchwright.simulated.torch_patches.compiled import Compiler, refuse_graphs
 from batchwright.simulated.torch_patches.patches import TorchPatches, applied
@@ -44,6 +46,7 @@ from batchwright.trace.host_batches import HostBatches, is_plain, make_real_batc
 from batchwright.trace.refused_operators import explaining, values_stay_inside
 from batchwright.trace.storages import HostMemory, Log
 from batchwright.trace.trace import Trace
+from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping
@@ -246,17 +249,67 @@ def trace_workload(
     steps: int = DEFAULT_STEPS,
     card: SimulatedCard | None = None,
 ) -> Traced:
-    """Trace full steps at one size, on the CPU or on a simulated card; on the latter as one of the settings' ranks."""
+    """Trace full steps at one size, on the CPU or on a simulated card; on the latter as one of the settings' ranks.
+
+    Of a pipeline every rank is traced, unless the settings name one; the answer and the card are those of the rank
+    that holds the most.
+    """
     if card is None:
         trace = Trace(CpuKernels(), HostMemory(), routing=settings.routing)
         with untouched(workload, is_traced=True), TorchPatches():
             return _trace_on(torch.device("cpu"), workload, micro_batch, settings, steps, trace, is_card=False)
+    cards: dict[int, SimulatedCard] = {}
+
+    def trace_rank(rank: int, pipeline: Pipeline) -> Traced:
+        cards[rank] = card.twin()
+        try:
+            return _trace_rank(workload, micro_batch, settings, steps, cards[rank], rank, pipeline)
+        except torch.OutOfMemoryError:
+            card.take_over(cards[rank])
+            raise
+
+    pipeline, ranks = run_every_rank(trace_rank)
+    fullest = max(ranks, key=lambda rank: ranks[rank].on_card[0].of_allocator[::-1])
+    chosen = fullest if settings.rank is None else settings.rank
+    if chosen not in ranks:
+        raise InvalidInputError(
+            f"rank {chosen} is none of the pipeline, which is of ranks {', '.join(map(str, ranks))}."
+        )
+    card.take_over(cards[chosen])
+    traced = ranks[chosen]
+    if len(ranks) == 1:
+        return traced
+    # How long a rank waits for the others is not known from its own work.
+    return replace(traced, notes=(*traced.notes, _tell_ranks(chosen, pipeline, ranks)), work=None)
+
+
+def _tell_ranks(chosen: int, pipeline: Pipeline, ranks: Mapping[int, Traced]) -> str:
+    """Say of which rank of a pipeline the answer is, and what the others hold."""
+    peaks = {rank: ranks[rank].on_card[0].of_allocator[1] for rank in sorted(ranks)}
+    most = " which holds the most" if peaks[chosen] == max(peaks.values()) else ""
+    held = ", ".join(f"{rank}: {format_bytes(peak)}" for rank, peak in peaks.items())
+    return (
+        f"pipeline of {pipeline.num_stages} stages on {len(ranks)} ranks, {pipeline.spoken}; this is rank {chosen},"
+        f"{most}; reserved by rank: {held}"
+    )
+
+
+def _trace_rank(
+    workload: Workload,
+    micro_batch: int,
+    settings: StepSettings,
+    steps: int,
+    card: SimulatedCard,
+    rank: int,
+    pipeline: Pipeline,
+) -> Traced:
     trace = Trace(card.kernels, card, routing=settings.routing)
+    stages = running_stages(pipeline, trace.phase)
     with (
         untouched(workload, is_traced=True),
         TorchPatches(),
         card.running() as device,
-        simulated_ranks(settings.devices) if settings.devices > 1 else nullcontext(),
+        simulated_ranks(settings.devices, rank, stages=stages) if settings.devices > 1 else nullcontext(),
     ):
         spread = workload if settings.devices > 1 else replace(workload, wrap=None)
         traced = _trace_on(device, spread, micro_batch, settings, steps, trace, is_card=True)
@@ -292,7 +345,7 @@ def _trace_on(
         # Before anything is counted: what is sharded is never whole on a card where it was built on meta.
         patches = applied(values_stay_inside())
         with patches, compiler.running(), mode, RedirectedCalls(device), explaining("wrap"):
-            wrapped.append(workload.wrap(fakes.put_into_model(skeleton)))
+            wrapped.append(apply_wrap(workload.wrap, fakes.put_into_model(skeleton)))
 
     def build(_: Workload, __: torch.device) -> nn.Module:
         model = wrapped.pop() if wrapped else fakes.put_into_model(skeleton)
