@@ -27,9 +27,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import rank_group
 import torch
 import torch.distributed as dist
-from rank_cases import cases_of
+from rank_cases import PIPELINES, cases_of
 from torch.profiler import ProfilerActivity, profile
 
 from batchwright.catalogue.cards import find_card
@@ -71,7 +72,8 @@ def really(workload: Workload) -> int:
 def work_as_rank(name: str, folder: Path) -> None:
     """Run one case on this rank, and write what it took."""
     torch.manual_seed(0)
-    dist.init_process_group("gloo")
+    rank_group.register()
+    dist.init_process_group("gloo" if name in PIPELINES else "counted")
     peak = really(cases_of("cpu")[name])
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(peak))
     dist.barrier()

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -15,6 +17,14 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
 )
 
 from batchwright import Workload
@@ -37,6 +47,11 @@ class Block(nn.Module):
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, foreach=True)
+
+
+def one_by_one(params: Any) -> torch.optim.Optimizer:
+    """Where some weights are sharded and some are not, torch has no update of all at once."""
+    return torch.optim.AdamW(params, foreach=False)
 
 
 def stage_parts(num_stages: int, index: int) -> nn.Sequential:
@@ -86,13 +101,180 @@ def pipelined(kind: Any, device: str, *, per_rank: int = 1, micro_batches: int =
     )
 
 
+class Attention(nn.Module):
+    """Causal self-attention whose heads may be shared out over ranks."""
+
+    def __init__(self, width: int = WIDTH, head: int = 32) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out, self.head = nn.Linear(width, width), head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend, over as many heads as the projections have."""
+        query, key, value = (
+            part(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: torch.Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return out
+
+
+class Layer(nn.Module):
+    """A whole layer of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention, self.feed = nn.LayerNorm(WIDTH), Attention(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend, then the feed-forward part."""
+        out: torch.Tensor = self.feed(x + self.attention(self.norm(x)))
+        return out
+
+
+class Model(nn.Module):
+    """A small language model."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(self.norm(x))
+        return out
+
+
+def trained(
+    wrap: Any, *, loss: Any = None, optimizer: Any = adamw, model: Any = Model, length: int = LENGTH
+) -> Workload:
+    """A language model that a `wrap` spreads over ranks."""
+    return Workload(
+        model=model,
+        batch=lambda n: torch.randint(0, WORDS, (n, length)),
+        loss=loss or (lambda model, tokens: token_loss(model(tokens), tokens)),
+        optimizer=optimizer,
+        wrap=wrap,
+    )
+
+
+def over_tensors(device: str, *, sequence: bool = False) -> Any:
+    """Tensor parallel, with activations between layers whole or cut along the sequence."""
+    plan: dict[str, Any] = {}
+    for name in ("attention.query", "attention.key", "attention.value", "feed.up"):
+        plan[name] = ColwiseParallel()
+    for name in ("attention.out", "feed.down"):
+        plan[name] = RowwiseParallel()
+    if sequence:
+        whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        plan |= {"norm": SequenceParallel(), "feed.norm": SequenceParallel(), "attention": whole}
+        plan["feed.up"] = ColwiseParallel(input_layouts=Shard(1))
+        plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.out", "feed.down")}
+
+    def wrap(model: Model) -> nn.Module:
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        for layer in model.layers:
+            parallelize_module(layer, mesh, plan)
+        if sequence:
+            ends = {
+                "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+                "norm": SequenceParallel(),
+                "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+            }
+            parallelize_module(model, mesh, ends)
+        return model
+
+    return wrap
+
+
+class EvenRouter(nn.Module):
+    """Sends as many tokens to each expert, by their place; its weights train all the same."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a score for every expert."""
+        scores = self.gate(x)
+        places = torch.arange(scores.numel(), device=x.device, dtype=scores.dtype).view_as(scores)
+        first = places.div(scores.shape[-1], rounding_mode="floor").remainder(scores.shape[-1])
+        wanted = (places.remainder(scores.shape[-1]) - first).remainder(scores.shape[-1])
+        out: torch.Tensor = scores.softmax(-1) - wanted
+        return out
+
+
+class Experts(nn.Module):
+    """A mixture of experts: each rank holds its share of them, and tokens travel to their expert and back."""
+
+    def __init__(self, experts: int = 8, chosen: int = 2) -> None:
+        super().__init__()
+        self.router, self.chosen, self.num = EvenRouter(experts), chosen, experts
+        self.up = nn.Parameter(torch.randn(experts, WIDTH, 2 * WIDTH) * 0.02)
+        self.down = nn.Parameter(torch.randn(experts, 2 * WIDTH, WIDTH) * 0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Send tokens to their experts, let each work on its own, and send them back."""
+        flat, size = x.flatten(0, 1), dist.get_world_size()
+        group: Any = dist.group.WORLD
+        weights, choice = torch.topk(self.router(flat), self.chosen, dim=-1)
+        counts = torch.histc(choice.flatten().float(), bins=self.num, min=0, max=self.num).long()
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts)
+        sent = counts.view(size, -1).sum(1).tolist()
+        received = arriving.view(size, -1)
+        order = choice.flatten().argsort(stable=True)
+        tokens = all_to_all_single_autograd(flat[order // self.chosen], received.sum(1).tolist(), sent, group)
+        weights_of: list[Any] = [self.up, self.down]
+        up, down = (weight.to_local() for weight in weights_of)
+        pieces = tokens.split(received.sum(0).tolist())
+        worked = torch.cat([(piece @ up[number]).relu() @ down[number] for number, piece in enumerate(pieces)])
+        back = all_to_all_single_autograd(worked, sent, received.sum(1).tolist(), group)
+        scaled = back * weights.flatten()[order].unsqueeze(-1)
+        out: torch.Tensor = x + torch.zeros_like(flat).index_add(0, order // self.chosen, scaled).view_as(x)
+        return out
+
+
+def over_experts(device: str) -> Any:
+    """Expert parallel: the experts' weights are shared out over the ranks."""
+
+    def wrap(model: Any) -> Any:
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        for layer in model.layers:
+            for name, parameter in list(layer.feed.named_parameters(recurse=False)):
+                layer.feed.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+        return model
+
+    return wrap
+
+
+def mixture() -> Model:
+    model = Model()
+    for layer in model.layers:
+        layer.feed = Experts()
+    return model
+
+
+PIPELINES: dict[str, dict[str, Any]] = {
+    "1F1B": {"kind": Schedule1F1B},
+    "GPipe": {"kind": ScheduleGPipe},
+    "Interleaved1F1B": {"kind": ScheduleInterleaved1F1B, "per_rank": 2},
+    "LoopedBFS": {"kind": ScheduleLoopedBFS, "per_rank": 2},
+    "InterleavedZeroBubble": {"kind": ScheduleInterleavedZeroBubble, "per_rank": 2},
+    "ZBVZeroBubble": {"kind": ScheduleZBVZeroBubble, "per_rank": 2, "is_v": True},
+}
+
+
 def cases_of(device: str) -> dict[str, Workload]:
-    """Every case by its name."""
+    """Every case by its name. Context parallel is not among them: PyTorch's own has no attention for the CPU."""
     return {
-        "1F1B": pipelined(Schedule1F1B, device),
-        "GPipe": pipelined(ScheduleGPipe, device),
-        "Interleaved1F1B": pipelined(ScheduleInterleaved1F1B, device, per_rank=2),
-        "LoopedBFS": pipelined(ScheduleLoopedBFS, device, per_rank=2),
-        "InterleavedZeroBubble": pipelined(ScheduleInterleavedZeroBubble, device, per_rank=2),
-        "ZBVZeroBubble": pipelined(ScheduleZBVZeroBubble, device, per_rank=2, is_v=True),
+        **{name: pipelined(device=device, **settings) for name, settings in PIPELINES.items()},
+        "tensor parallel": trained(over_tensors(device), optimizer=one_by_one),
+        "sequence parallel": trained(over_tensors(device, sequence=True), optimizer=one_by_one),
+        "expert parallel": trained(over_experts(device), model=mixture, optimizer=one_by_one),
     }

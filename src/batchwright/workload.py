@@ -196,9 +196,10 @@ class Workload:
     True
 
     `model` is a module, or a function that builds one. `loss(model, batch)` is a scalar, the mean over the batch's
-    units. `batch(n, **shape)` makes n samples of a shape; or instead `data` (a dataset) and `collate`. Without an
-    `optimizer` the workload is inference only; it is a function of the parameters to train (`lambda params: ...`),
-    of their names too (`lambda named_parameters: ...`, a list of pairs), or of the model (`lambda model: ...`). The
+    units; if it yields it, the rest (the end of a `with`) runs after backward. `batch(n, **shape)` makes n samples of a
+    shape; or instead `data` (a dataset) and `collate`. Without an `optimizer` the workload is inference only; it is a
+    function of the parameters to train (`lambda params: ...`), of their names too (`lambda named_parameters: ...`, a
+    list of pairs), or of the model (`lambda model: ...`). The
     other fields say what else the step does: `units` counts the loss units of a batch, `wrap` wraps the model on
     each rank (or makes a pipeline's schedule of it, which `loss` is then handed in place of the model), `scaler` makes
     a GradScaler, `generate` and `evaluate` run after the step, `window` is the user's own accumulation loop, `split`

@@ -73,6 +73,8 @@ def checked_loss(loss: Any) -> torch.Tensor:
 
 
 def _where_it_is(returned: Any) -> str:
+    if inspect.isgenerator(returned):
+        return "; a loss that is yielded can be asked about in estimate and fit only"
     if isinstance(getattr(returned, "loss", None), torch.Tensor):
         return "; it has a .loss, return that"
     if isinstance(returned, Mapping) and isinstance(returned.get("loss"), torch.Tensor):
@@ -379,11 +381,31 @@ def _run_steps(
                     inputs = batch()
                     on_phase("forward")
                     with torch.no_grad(), evaluating(model):
-                        workload.loss(what_runs, inputs)
+                        _run_without_gradients(workload.loss, what_runs, inputs)
                     del inputs
                 without_gradients(model)
             seconds.append(now() - start)
     return tuple(seconds)
+
+
+@contextlib.contextmanager
+def _loss_of(compute: Callable[..., Any], model: Any, inputs: Any) -> Iterator[torch.Tensor]:
+    """Compute a loss that can be differentiated; if `loss=` yields it, what stands after that runs at the end."""
+    returned = compute(model, inputs)
+    if not inspect.isgenerator(returned):
+        yield checked_loss(returned)
+        return
+    with contextlib.closing(returned):
+        yield checked_loss(next(returned, None))
+        for _ in returned:
+            raise InvalidInputError("loss= yielded twice, and a step has one loss.", remedy="return or yield it once")
+
+
+def _run_without_gradients(compute: Callable[..., Any], model: Any, inputs: Any) -> None:
+    returned = compute(model, inputs)
+    if inspect.isgenerator(returned):
+        for _ in returned:
+            pass
 
 
 @dataclass
@@ -409,11 +431,11 @@ class _Gradients:
                 total = torch.zeros(())  # the loss is known to the last stage only
                 del inputs
                 continue
-            loss = checked_loss(self.loss(self.model, inputs))
-            # Divided only where it must be: even a scalar division is an allocation in the trace.
-            loss = loss if self.accumulation == 1 else loss / self.accumulation
-            self.on_phase("backward")
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            with _loss_of(self.loss, self.model, inputs) as loss:
+                # Divided only where it must be: even a scalar division is an allocation in the trace.
+                loss = loss if self.accumulation == 1 else loss / self.accumulation
+                self.on_phase("backward")
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             total = loss.detach()
             del inputs, loss
         assert isinstance(total, torch.Tensor)

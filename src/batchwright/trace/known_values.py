@@ -1,27 +1,20 @@
-"""What is known of values while a step is traced: constants, batches, and what may be assumed of a mixture of experts.
+"""What is known of values while a step is traced: constants, batches, and what follows from them.
 
 A fake tensor has no values, yet optimizers read their step counters, models the few numbers they made themselves, and
 losses the labels of a batch. `KnownValues` keeps what is computed from constants alone, up to a few kilobytes (lengths
 of sequences up to 64), and batches that were made for real with what is computed from them, up to some megabytes. So
 masks over labels, what is unique in them, lengths and counts have the very shapes that they have in a run (`answer`).
 
-A mask that comes from a one-hot choice has no values, but the share of its set entries is known: one in each row
-(`Routing`). "balanced" spreads them evenly over the choices; "worst" lets every token fall to the one at hand. Either
-way each choice is taken by some token, so which choices were taken is known.
-
 Promises:
 - only what follows from constants and batches is known; weights, what a model computes from them and random numbers
   never are, unless a constant outweighs them; a write whose result is not known makes its target unknown;
 - a position that is known to lie outside raises IndexError, as in a run;
 - nothing is guessed: where a value is not known, the operator is left to fail by its name. The one exception is said: a
-  CTC loss whose target lengths are unknown is given the longest that its targets allow;
-- of masks only those made by a one-hot choice, and counts of such, are answered by an assumption, and the result says
-  which.
+  CTC loss whose target lengths are unknown is given the longest that its targets allow.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,8 +22,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
-
-from batchwright.units import one_of
 
 _LARGEST_KNOWN_BYTES = 4096
 # Whole numbers in a row on the host: the lengths of the sequences of a batch, which decide how much a packed one holds.
@@ -416,104 +407,6 @@ def _ctc_loss(
             longest = int(real.max()) if real.numel() else 0
     batch = target_lengths.shape[0]
     return log_probs.new_empty(batch), log_probs.new_empty((batch, log_probs.shape[0], 2 * longest + 1))
-
-
-ASSUMPTIONS = ("balanced", "worst")
-
-_KEEPS_SHARE = {_aten._to_copy.default, _aten.clone.default, _aten.ne.Scalar}
-_KEEPS_COUNTS = {_aten._to_copy.default, _aten.clone.default}
-_ABOVE_ZERO: dict[Any, int] = {_aten.gt.Scalar: 0, _aten.ne.Scalar: 0, _aten.ge.Scalar: 1}
-# Operators that choose among the entries of one dimension: where their indices come out.
-_CHOOSES: dict[Any, int] = {
-    **dict.fromkeys((_aten.topk.default, _aten.sort.default, _aten.max.dim, _aten.min.dim), 1),
-    **dict.fromkeys((_aten.argmax.default, _aten.argmin.default), 0),
-}
-
-
-class Routing:
-    """Remembers which storages hold one-hot choices, and answers `nonzero` on them."""
-
-    def __init__(self, assumption: str, values: KnownValues) -> None:
-        self.assumption = one_of("routing", assumption, ASSUMPTIONS)
-        self._values = values
-        # By storage: how many different values its indices take; how many choices its one-hot rows are spread over;
-        # how many choices it counts, or says of which were taken.
-        self._ranges: dict[int, int] = {}
-        self._choices: dict[int, int] = {}
-        self._counts: dict[int, int] = {}
-        self.was_assumed = False
-
-    @property
-    def note(self) -> str:
-        """What was assumed, in words."""
-        spread = "spread evenly over the experts" if self.assumption == "balanced" else "all sent to one expert"
-        return f"routing {self.assumption}: tokens {spread}"
-
-    def follow(self, func: Callable[..., Any], args: Sequence[Any], outputs: Any) -> None:
-        """Notice a choice being made, one-hot rows made of it, counts of those, and copies."""
-        if func in _CHOOSES:
-            self._notice_range(func, args, outputs)
-        elif func is _aten.scatter_.value and args[3] == 1:
-            # A one-hot may have more classes than there are to choose from: a class for padding, say.
-            classes = outputs.shape[args[1]]
-            self._choices[storage_key(outputs)] = min(classes, self._ranges.get(storage_key(args[2]), classes))
-        elif func is _aten.eq.Tensor and self._is_one_hot(args[0], args[1]):
-            # How torch makes a one-hot of a tensor that has no values.
-            classes = args[1].numel()
-            self._choices[storage_key(outputs)] = min(classes, self._ranges.get(storage_key(args[0]), classes))
-        elif args and isinstance(args[0], torch.Tensor) and storage_key(args[0]) in self._choices:
-            choices = self._choices[storage_key(args[0])]
-            if func in _KEEPS_SHARE:
-                self._choices[storage_key(outputs)] = choices
-            elif func is _aten.sum.dim_IntList and outputs.dim() == 1 and outputs.numel() >= choices:
-                self._counts[storage_key(outputs)] = choices
-        elif args and isinstance(args[0], torch.Tensor) and storage_key(args[0]) in self._counts:
-            if func in _KEEPS_COUNTS or (func in _ABOVE_ZERO and args[1] == _ABOVE_ZERO[func]):
-                self._counts[storage_key(outputs)] = self._counts[storage_key(args[0])]
-        elif func in _KEEPS_COUNTS and storage_key(args[0]) in self._ranges:
-            self._ranges[storage_key(outputs)] = self._ranges[storage_key(args[0])]
-
-    def _is_one_hot(self, indices: torch.Tensor, classes: torch.Tensor) -> bool:
-        """Whether indices are compared each with all the classes, in their order."""
-        if classes.dim() != 1 or indices.dim() == 0 or indices.shape[-1] != 1:
-            return False
-        return self._values.holds(classes, lambda: torch.arange(classes.numel()))
-
-    def _notice_range(self, func: Callable[..., Any], args: Sequence[Any], outputs: Any) -> None:
-        position = _CHOOSES[func]
-        at = 2 if func is _aten.topk.default else 1
-        # Of argmax without a dimension the range is that of all elements.
-        dim = args[at] if len(args) > at else None if _CHOOSES[func] == 0 else -1
-        if dim is not None:
-            indices = outputs if isinstance(outputs, torch.Tensor) else outputs[position]
-            self._ranges[storage_key(indices)] = args[0].shape[dim]
-
-    def range_of(self, indices: torch.Tensor) -> int | None:
-        """How many different values indices can take, if they were chosen."""
-        return self._ranges.get(storage_key(indices))
-
-    def answer(self, func: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Answer an operator whose shape depends on the choice; None for all others."""
-        if func is not _aten.nonzero.default:
-            return None
-        mask = args[0]
-        taken, choices = self._counts.get(storage_key(mask)), self._choices.get(storage_key(mask))
-        if taken is not None:
-            self.was_assumed = True
-            positions = mask.new_empty((taken, 1), dtype=torch.int64)
-            self._values.learn(positions, lambda: torch.arange(taken).unsqueeze(1))
-            return positions
-        if choices is None:
-            return None
-        self.was_assumed = True
-        # Of `choices` entries along one dimension one is set; a mask that lacks that dimension holds its share.
-        count = mask.numel() if self.assumption == "worst" else math.ceil(mask.numel() / choices)
-        return mask.new_empty((count, mask.dim()), dtype=torch.int64)
-
-    def forget(self, storage_key: int) -> None:
-        """Drop a storage that died."""
-        for kept in (self._ranges, self._choices, self._counts):
-            kept.pop(storage_key, None)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

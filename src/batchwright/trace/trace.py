@@ -38,8 +38,9 @@ from batchwright.simulated.operators.library_work import listen
 from batchwright.simulated.ranks import on_shards
 from batchwright.simulated.torch_patches.patches import applied
 from batchwright.trace import known_values as value_shapes
+from batchwright.trace.experts.routing import Routing
 from batchwright.trace.host_batches import OutsideTensors, part_of_outside
-from batchwright.trace.known_values import KnownValues, Routing, storage_key
+from batchwright.trace.known_values import KnownValues, storage_key
 from batchwright.trace.refused_operators import NotFollowedError, pieces_of, shapes_from, users_line
 from batchwright.trace.storages import Block, FollowedStorages, Log, RunningModules
 from batchwright.trace.work import WorkLog
@@ -215,6 +216,7 @@ _UNSEEN_INSIDE = (
 _RANDOM_STATE_BYTES = torch.get_rng_state().nbytes
 _DEVICE = torch.ops.prim.device.default
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _IN_PLACE_ADD = torch.ops.aten.add_.Tensor
 _aten = torch.ops.aten
 # Formulas of backwards that write into fresh zeros; only under a mode do they copy them instead.
@@ -381,7 +383,8 @@ class Trace(TorchDispatchMode):
             place = users_line(extract_stack())
             self._note(f"a real tensor of shape {tuple(tensor.shape)} from outside the workload was counted: {place}")
         func = self._as_without_a_mode(func, args, counts)
-        outputs = value_shapes.answer(self.values, func, args, kwargs, self._note)
+        # A collective that was waited for is the tensor it was; torch's own rule makes another one.
+        outputs = args[0] if func is _WAIT else value_shapes.answer(self.values, func, args, kwargs, self._note)
         if outputs is None:
             outputs = self.routing.answer(func, args)
         rule = None if outputs is not None else self._kernels.shape_rule(func)
