@@ -9,7 +9,7 @@ import pytest
 
 from batchwright.catalogue.speeds import find_speed
 from batchwright.errors import InvalidInputError
-from batchwright.timing.collectives import Network, collective_seconds
+from batchwright.timing.collectives import Network, collective_seconds, read_network
 from batchwright.timing.constants import fitted_constants
 from batchwright.timing.step_time import NoTime, StepTime, time_step
 from batchwright.trace.work import StepWork, Work
@@ -79,11 +79,23 @@ def test_more_than_a_node_needs_a_network() -> None:
     reduce = Work("DDP bucket", "all_reduce", 0, 1 << 28, 0, 0, "fp32", phase="backward")
     answer = time_step(step_of(product(4096), reduce), A100, samples=8, devices=16)
     assert isinstance(answer, NoTime)
-    assert "what joins nodes was not said" in answer.reason
+    assert "no network was named" in answer.reason
     by_network = timed(product(4096), reduce, devices=16, network=Network.parse("400Gb/s"))
     assert any("a model" in reason for reason in by_network.unsure)
-    with pytest.raises(InvalidInputError, match="a network is a bandwidth per node"):
-        Network.parse("fast")
+    slower = timed(product(4096), reduce, devices=16, network=Network.parse("50GB/s, 2 ms"))
+    assert 0.0015 < slower.seconds - by_network.seconds < 0.0025
+
+
+@pytest.mark.parametrize("text", ["fast", "400", "0Gb/s", "400Gb/s,soon", "-1GB/s", "", ",", 400, None])
+def test_a_network_is_a_bandwidth_and_a_latency(text: object) -> None:
+    with pytest.raises(InvalidInputError, match="network is the bandwidth of one node, and its latency if known"):
+        Network.parse(text)  # type: ignore[arg-type]
+
+
+def test_a_network_within_one_node_joins_nothing() -> None:
+    assert read_network("100Gbit/s", 16) == Network(12.5e9)
+    with pytest.raises(InvalidInputError, match="one holds 8 devices"):
+        read_network("100Gbit/s", 8)
 
 
 def test_what_is_reduced_hides_behind_the_rest_of_the_backward() -> None:

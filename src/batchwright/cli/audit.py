@@ -8,7 +8,6 @@ import click
 
 from batchwright.cli.options import (
     Command,
-    own_command,
     parse_shape,
     settle_target,
     shared,
@@ -25,6 +24,9 @@ _MOVED = {
     "--splits": 'in Python: bw.audit(workload, splits="4x2,3+3+2")',
     "--dtype": 'in Python: bw.audit(workload, dtype="fp64")',
     "--dropout": 'in Python: bw.audit(workload, dropout="replayed")',
+    "--batch-flag": "{micro_batch} in its place: -- python train.py --bs {micro_batch}",
+    "--accumulation-flag": "{accumulation} in its place: -- python train.py --accum {accumulation}",
+    "--cwd": "batchwright audit started in that folder",
 }
 
 
@@ -33,7 +35,7 @@ _MOVED = {
 @shared("--micro-batch", default=2)
 @shared("--accumulation", default=4)
 @shared("--shape")
-@own_command("--batch-flag", "--accumulation-flag")
+@shared("--show-output")
 @shared("--json")
 @click.pass_context
 def command(ctx: click.Context, /, target: str | Script, as_json: bool, **options: Any) -> int:

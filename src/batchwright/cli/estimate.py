@@ -21,6 +21,7 @@ from batchwright.cli.options import (
 from batchwright.errors import InvalidInputError
 from batchwright.report.display import print_result, report_progress
 from batchwright.targets import load_workload
+from batchwright.timing.collectives import read_network
 
 if TYPE_CHECKING:
     from batchwright.scripts.script import Script
@@ -31,11 +32,16 @@ _MOVED = {
     "--routing": 'in Python: bw.estimate(workload, routing="worst")',
     "--allocator": 'in Python: bw.estimate(workload, on="a100-40gb", allocator="expandable_segments:True")',
     "--snapshot": 'in Python: bw.estimate(workload, on="a100-40gb", snapshot="run.pickle")',
+    **dict.fromkeys(
+        ("--price-per-hour", "--samples"), "batchwright tune TARGET --on CARD --samples 1000000 --price-per-hour 2.5"
+    ),
     "--calibrate": 'in Python: bw.estimate(workload, on="a100-40gb", calibrate="run.json")',
     **dict.fromkeys(("--seq-len", "--precision", "--optimizer", "--checkpointing", "--zero", "--tuning"), _NAMED),
 }
 
-_FOR_SCRIPTS = ("--on", "--memory", "--micro-batch", "--accumulation", "--shape", "--devices", "--max", "--steps")
+_FOR_SCRIPTS = (
+    *("--on", "--memory", "--micro-batch", "--accumulation", "--shape", "--devices", "--network", "--max", "--steps"),
+)
 
 
 @click.command("estimate", cls=Command, moved=_MOVED)
@@ -45,6 +51,7 @@ _FOR_SCRIPTS = ("--on", "--memory", "--micro-batch", "--accumulation", "--shape"
 @shared("--memory", help="A memory budget, such as 16GiB, for --max; on a card, the memory it has.")
 @click.option("--context", metavar="SIZE", help="What CUDA takes of a card beside PyTorch on your machine: 1.2GiB.")
 @shared("--devices", default=1, help=RANKS_ON_CARD)
+@shared("--network")
 @shared("--shape")
 @shared("--accumulation", default=1)
 @click.option("--max", "find_max", is_flag=True, help="Find the largest micro-batch within --memory, or on the card.")
@@ -70,6 +77,7 @@ def command(ctx: click.Context, /, target: str | Script, as_json: bool, **option
     """
     typed = typed_options(ctx)
     target = settle_target(ctx, target, options, for_scripts=_FOR_SCRIPTS)
+    read_network(options["network"])
     steps = options.pop("steps")
     if not isinstance(target, str):
         script = target if steps is None else replace(target, steps=steps)
@@ -124,7 +132,7 @@ def _trace(target: str, options: dict[str, Any], typed: set[str]) -> Any:
     with report_progress(target) as say:
         workload = load_workload(target)
         if options["on"] == "all":
-            step = {name: options[name] for name in ("micro_batch", "accumulation", "devices")}
+            step = {name: options[name] for name in ("micro_batch", "accumulation", "devices", "network")}
             return estimate_every_card(workload, shape=shape, progress=say, **step)
         return estimate(workload, shape=shape, progress=say, **options)
 

@@ -21,7 +21,7 @@ import click
 from batchwright.errors import InvalidInputError
 from batchwright.planning.dialects import FRAMEWORKS
 from batchwright.targets import Target
-from batchwright.units import parse_bytes, parse_whole_number, shortened
+from batchwright.units import parse_bytes, parse_whole_number, positive_number, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -50,6 +50,17 @@ class Amount(click.ParamType):  # type: ignore[type-arg]  # generic only since c
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Read the text that was typed."""
         return parse_bytes(value, name_of(param))
+
+
+class Price(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
+    """What one device costs in an hour, a number."""
+
+    name = "price"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Read the text that was typed."""
+        accepted = f"{name_of(param)} is what one device costs in an hour, a number above 0 such as 2.5"
+        return positive_number(value, accepted, least=1e-9, most=1e9)
 
 
 def name_of(param: click.Parameter | None) -> str:
@@ -151,7 +162,7 @@ def settle_target(
             details=[f"understood are {', '.join(sorted(for_scripts))}"],
             remedy="a workload for the rest: train.py:workload",
         )
-    if not os.path.isdir(cwd := of_scripts["--cwd"]):
+    if not os.path.isdir(cwd := of_scripts["--cwd"] or "."):
         raise InvalidInputError(f"--cwd {shortened(cwd)} is no folder.")
     return replace(
         target,
@@ -168,6 +179,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--micro-batch": {"type": Count(), "help": "Samples in one forward and backward on one device."},
     "--accumulation": {"type": Count(), "help": "Micro-batches per optimizer step."},
     "--devices": {"type": Count(), "help": "Data-parallel ranks."},
+    "--network": {"metavar": "BANDWIDTH", "help": "What joins nodes of 8 devices, such as 400Gb/s for each node."},
     "--effective-batch": {"type": Count(), "help": "Samples per optimizer step, over all devices."},
     "--samples": {"type": Count(), "help": "Samples to train on."},
     "--steps": {"type": Count(), "default": 200, "help": "Optimizer steps to train."},

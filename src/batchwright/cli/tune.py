@@ -12,6 +12,7 @@ from batchwright.cli.options import (
     RANKS_ON_CARD,
     Command,
     Count,
+    Price,
     own_command,
     parse_shape,
     settle_target,
@@ -23,6 +24,7 @@ from batchwright.planning.dialects import FRAMEWORKS, find_dialect
 from batchwright.ranks.meeting import is_first_rank, read_place
 from batchwright.report.display import print_result, render_plain, report_progress
 from batchwright.targets import find_target
+from batchwright.timing.collectives import read_network
 from batchwright.units import parse_whole_number
 from batchwright.user_files import check_place
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 _FOR_SCRIPTS = (
     *("--on", "--memory", "--effective-batch", "--limit", "--steps", "--shape", "--noise-batch", "--skip"),
-    *("--samples", "--hours", "--run-file", "--resume", "--for"),
+    *("--samples", "--hours", "--run-file", "--resume", "--for", "--devices", "--network", "--price-per-hour"),
 )
 
 
@@ -41,6 +43,7 @@ _FOR_SCRIPTS = (
 @shared("--on", help=f"{PLACES}  [default: the accelerator, else cpu]")
 @shared("--memory", help="[default: what is free]")
 @shared("--devices", help=f"{RANKS_ON_CARD}  [default: 1, under torchrun its ranks]")
+@shared("--network")
 @shared(
     "--effective-batch",
     help="Samples per optimizer step, over all devices, if they are to stay.  [default: the one that pays]",
@@ -62,6 +65,7 @@ _FOR_SCRIPTS = (
 )
 @click.option("--hours", type=float, help="How long the run is to take, instead of --samples.")
 @click.option("--until-loss", type=float, metavar="LOSS", help="The loss at which it is to end, instead of --samples.")
+@click.option("--price-per-hour", type=Price(), metavar="PRICE", help="Of one device: also say what the run costs.")
 @click.option(
     "--skip", metavar="STAGES", help="Leave out fit, estimate, throughput, audit, noise, branches, race or rate."
 )
@@ -102,6 +106,7 @@ def command(ctx: click.Context, /, target: str | Script, framework: str | None, 
         raise InvalidInputError(
             f"--devices {options['devices']} under torchrun with {ranks} ranks.", remedy=f"--devices {ranks}"
         )
+    read_network(options["network"])
     if framework is not None:
         find_dialect(framework)
     if isinstance(target, str):

@@ -36,6 +36,7 @@ from batchwright.memory.upper_bound import uncertain_bytes, upper_on_card
 from batchwright.planning.search import largest_within
 from batchwright.simulated.card import kernels_of
 from batchwright.state.untouched import leaves_untouched, untouched
+from batchwright.timing.collectives import read_network
 from batchwright.timing.on_card import time_on, time_on_cpu
 from batchwright.trace.run import Traced, check_batches, trace_workload
 from batchwright.units import PeakBytes, format_bytes, parse_bytes, shortened, whole_number
@@ -72,6 +73,7 @@ def estimate(
     find_max: bool = False,
     over: int | None = None,
     devices: int = 1,
+    network: str | None = None,
     allocator: str | AllocatorSettings | None = None,
     snapshot: str | Path | None = None,
     calibrate: str | Path | None = None,
@@ -111,6 +113,8 @@ def estimate(
       epoch, for the batch. Default: the first samples.
     - `devices`: simulate one of N ranks of a card: the workload's `wrap` runs over a process group that sends
       nothing.
+    - `network`: what joins nodes of 8 devices, such as "400Gb/s" for each node: without it there is no time beyond one
+      node. A latency may follow: "400Gb/s,20us".
     - `allocator`: a card's settings as PYTORCH_ALLOC_CONF has them.
     - `snapshot`: a file to write PyTorch's own memory snapshot of the run to, for pytorch.org/memory_viz.
     - `calibrate`: a file that `record_run` wrote on such a card; corrects the fixed parts.
@@ -123,6 +127,7 @@ def estimate(
             for name, value, default in (
                 ("clip_norm", clip_norm, None),
                 ("context", context, None),
+                ("network", network, None),
                 ("over", over, None),
                 ("routing", routing, "balanced"),
                 ("allocator", allocator, None),
@@ -157,6 +162,7 @@ def estimate(
     limit = card.total_bytes if card is not None else None if memory is None else parse_bytes(memory)
     say = progress or (lambda _: None)
     step = StepSettings(shape or {}, accumulation, clip_norm, routing, devices)
+    between_nodes = read_network(network, devices)
     if card is None and not (allocator is snapshot is calibrate is context is None):
         raise InvalidInputError(
             "allocator settings, memory snapshots, recorded runs and contexts are CUDA's: they need a card.",
@@ -242,7 +248,11 @@ def estimate(
         max_limited_by=_end_of_search(size, cap) if is_search else None,
         savings=savings,
         fits=fits,
-        time=time_on_cpu(run.work, size, step) if place is None else time_on(place.card, run.work, size, step),
+        time=(
+            time_on_cpu(run.work, size, step)
+            if place is None
+            else time_on(place.card, run.work, size, step, between_nodes)
+        ),
         context=_context_taken(place),
     )
 
@@ -256,6 +266,7 @@ def estimate_every_card(
     clip_norm: float | None = None,
     routing: str = "balanced",
     devices: int = 1,
+    network: str | None = None,
     allocator: str | AllocatorSettings | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> EveryCard:
@@ -263,6 +274,7 @@ def estimate_every_card(
     say = progress or (lambda _: None)
     step = StepSettings(shape or {}, accumulation, clip_norm, routing, devices)
     check_ranks(workload, devices, is_card=True)
+    between_nodes = read_network(network, devices)
     check_batches(workload, step.shape)
     settings = read_settings(allocator)
     cap = LARGEST_MICRO_BATCH if workload.data is None else max(1, len(workload.data))
@@ -281,7 +293,7 @@ def estimate_every_card(
             except NothingFitsError:
                 largest = None
             run = traced(micro_batch)
-            time = time_on(card, run.work, micro_batch, step)
+            time = time_on(card, run.work, micro_batch, step, between_nodes)
             rows.append(CardRow(card.name, card.total_bytes, place.fits(run), device_peak(run), largest, time))
     return EveryCard(workload.name, micro_batch, tuple(sorted(rows, key=lambda row: (not row.fits, row.total_bytes))))
 

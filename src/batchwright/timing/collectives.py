@@ -36,29 +36,49 @@ _LATENCY = {"nvlink": 5e-5, "fabric": 6e-5, "pcie": 6e-5}
 _LATENCY_OF_NETWORK = 1e-4
 _SHARE_OF_NETWORK = 0.8
 _DEVICES_OF_A_NODE = 8
+_NUMBER = r"(\d+(?:\.\d+)?)\s*"
+_BANDWIDTH = re.compile(_NUMBER + r"([MGT])(b|B|bit|bits)(?:/s|ps)")
+_DELAY = re.compile(_NUMBER + r"(ns|us|ms|s)")
+_SCALES = {"M": 1e6, "G": 1e9, "T": 1e12, "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True)
 class Network:
-    """What joins nodes: bytes per second of one node, one way.
+    """What joins nodes: bytes per second of one node, one way, and the seconds that a doubling of nodes adds.
 
-    >>> Network.parse("400Gb/s").node_bytes
-    50000000000.0
+    >>> Network.parse("400Gb/s").node_bytes, Network.parse("50GB/s, 20us").latency
+    (50000000000.0, 2e-05)
     """
 
     node_bytes: float
+    latency: float = _LATENCY_OF_NETWORK
     devices_per_node: int = _DEVICES_OF_A_NODE
 
     @staticmethod
     def parse(text: str) -> Network:
-        """Read a bandwidth per node: `400Gb/s` in bits, `50GB/s` in bytes."""
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GT])([bB])(?:/s|ps)\s*", text) if isinstance(text, str) else None
-        if match is None or float(match[1]) <= 0:
+        """Read a bandwidth per node, `400Gb/s` in bits or `50GB/s` in bytes, and a latency behind a comma if known."""
+        speed, comma, delay = text.partition(",") if isinstance(text, str) else ("", "", "")
+        bandwidth, latency = _BANDWIDTH.fullmatch(speed.strip()), _DELAY.fullmatch(delay.strip())
+        if bandwidth is None or float(bandwidth[1]) <= 0 or (comma and latency is None):
             raise InvalidInputError(
-                f"a network is a bandwidth per node; received {shortened(text)}.", remedy='"400Gb/s" or "50GB/s"'
+                f"network is the bandwidth of one node, and its latency if known; received {shortened(text)}.",
+                remedy='network="400Gb/s", network="50GB/s" or network="400Gb/s,20us"',
             )
-        scale = 1e9 if match[2] == "G" else 1e12
-        return Network(float(match[1]) * scale / (8 if match[3] == "b" else 1))
+        num_bytes = float(bandwidth[1]) * _SCALES[bandwidth[2]] / (1 if bandwidth[3] == "B" else 8)
+        seconds = _LATENCY_OF_NETWORK if latency is None else float(latency[1]) * _SCALES[latency[2]]
+        return Network(num_bytes, seconds)
+
+
+def read_network(text: str | None, devices: int | None = None) -> Network | None:
+    """Read a network where one was named; of so many `devices` it must join more than one node."""
+    network = None if text is None else Network.parse(text)
+    if network is not None and devices is not None and not is_beyond_a_node(devices, network):
+        node = network.devices_per_node
+        raise InvalidInputError(
+            f"network joins nodes, and one holds {node} devices; received devices={devices}.",
+            remedy=f"devices={2 * node}",
+        )
+    return network
 
 
 def collective_seconds(kind: str, num_bytes: int, devices: int, speed: CardSpeed, network: Network | None) -> float:
@@ -78,7 +98,7 @@ def collective_seconds(kind: str, num_bytes: int, devices: int, speed: CardSpeed
     if devices > per_node and network is not None:
         # A ring enters and leaves each node once, so a node's bandwidth is that of the ring.
         bus = min(bus, network.node_bytes * _SHARE_OF_NETWORK)
-        latency += _LATENCY_OF_NETWORK * max(1, (devices // per_node).bit_length() - 1)
+        latency += network.latency * max(1, (-(-devices // per_node) - 1).bit_length())
     return latency + sent / bus
 
 

@@ -34,6 +34,8 @@ _HARD = {
     "recurrent": "recurrent layers",
     "attention_backward": "",
 }
+# What a person may type.
+_NETWORK = "400Gb/s, in estimate and tune"
 _FAMILIES_JUDGED = ("ampere", "ga10x", "hopper", "turing", "volta", "pascal", "cdna", "host")
 
 
@@ -149,7 +151,7 @@ def time_step(
     if missing:
         return NoTime(f"{speed.name} has no {' and no '.join(missing)} arithmetic for products")
     if network is None and is_beyond_a_node(devices, network):
-        return NoTime(f"{devices} devices are more than one node, and what joins nodes was not said")
+        return NoTime(f"{devices} devices are more than one node, and no network was named (as {_NETWORK})")
     power = constants.flops_and_bytes
     parts: dict[Work, tuple[float, str]] = {}
     lasting = []

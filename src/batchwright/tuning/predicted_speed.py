@@ -19,7 +19,7 @@ from batchwright.memory.estimate import without_torchs_own_log
 from batchwright.memory.on_card import card_named
 from batchwright.planning.times import TimedPoint, TimeModel, fit_times
 from batchwright.simulated.card import SimulatedCard
-from batchwright.timing.collectives import COLLECTIVES
+from batchwright.timing.collectives import COLLECTIVES, Network, read_network
 from batchwright.timing.on_card import time_on
 from batchwright.timing.step_time import NoTime, StepTime
 from batchwright.trace.run import trace_workload
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     Say = Callable[[str], None]
 
 _LARGEST = 64
-# One node; beyond it what joins nodes would have to be known.
-_DEVICES = (1, 2, 4, 8)
+# One node; beyond it what joins nodes has to be known.
+_DEVICES, _WITH_NETWORK = (1, 2, 4, 8), (16, 32, 64)
 
 
 def predict_throughput(work: Workload, measured: Measured, request: TuneRequest, say: Say) -> Section:
@@ -51,12 +51,14 @@ def predict_throughput(work: Workload, measured: Measured, request: TuneRequest,
     # What replicas send does not depend on how many they are; shards do.
     traced = 2 if is_replicated else request.devices
     steps = _trace_sizes(spread if traced > 1 else replace(work, wrap=None), sizes, card, request.shape, traced, say)
-    counts = sorted({*_DEVICES, request.devices}) if is_replicated else [request.devices]
+    network = read_network(request.network)
+    others = _DEVICES if network is None else (*_DEVICES, *_WITH_NETWORK)
+    counts = sorted({*others, request.devices}) if is_replicated else [request.devices]
     rows: list[TimedSize] = []
     unsure: list[str] = []
     times: dict[int, TimeModel] = {}
     for devices in counts:
-        predicted = [_row(card, steps[size], size, devices) for size in sizes]
+        predicted = [_row(card, steps[size], size, devices, network) for size in sizes]
         known = [row for row, _ in predicted if isinstance(row, TimedSize)]
         if devices == request.devices:
             missing = next((row for row, _ in predicted if isinstance(row, NoTime)), None)
@@ -100,14 +102,16 @@ def _trace_sizes(
     return steps
 
 
-def _row(card: Card, step: StepWork, size: int, devices: int) -> tuple[TimedSize | NoTime, list[str]]:
+def _row(
+    card: Card, step: StepWork, size: int, devices: int, network: Network | None
+) -> tuple[TimedSize | NoTime, list[str]]:
     """Return a size as if it were timed, and why it is unsure."""
     settings = StepSettings(devices=devices)
     if devices == 1:
         step = _part(step, lambda entry: entry.kind not in COLLECTIVES)
-    whole = time_on(card, step, size, settings)
+    whole = time_on(card, step, size, settings, network)
     alone = _part(step, lambda entry: entry.phase != "optimizer" and entry.kind not in COLLECTIVES)
-    once = time_on(card, alone, size, settings)
+    once = time_on(card, alone, size, settings, network)
     if not isinstance(whole, StepTime) or not isinstance(once, StepTime):
         return (whole if isinstance(whole, NoTime) else NoTime("a part of the step has no time")), []
     # An update that takes no time would leave the line through the points without its constant.

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from batchwright.planning.horizon import Course
     from batchwright.tuning.run_file import BranchEstimate
+    from batchwright.planning.times import TimeModel
     from batchwright.tuning.tune import TuneRequest
 
 # The curve of the report goes so many doublings to either side of the answer.
@@ -440,8 +441,12 @@ def _with_twice_the_devices(measured: Measured, choice: Choice, *, keeps_batch: 
     change, largest = "twice the devices", choice.plan.max_micro_batch
     if choice.likely is None:
         return Change(change, note="needs the critical batch and the time of a step")
-    doubled = Change(change, note="without communication between devices")
-    return _choose_again(measured, choice, doubled, largest=largest, times_devices=2, keeps_batch=keeps_batch)
+    predicted = () if measured.throughput is None else measured.throughput.by_devices
+    times = dict(predicted).get(2 * choice.plan.devices)
+    doubled = Change(change, note="without communication between devices" if times is None else "")
+    return _choose_again(
+        measured, choice, doubled, largest=largest, times_devices=2, times=times, keeps_batch=keeps_batch
+    )
 
 
 def _with_checkpointing(measured: Measured, choice: Choice, *, keeps_batch: bool) -> Change:
@@ -467,10 +472,12 @@ def _choose_again(
     largest: int,
     keeps_batch: bool,
     times_devices: int = 1,
+    times: TimeModel | None = None,
     slower: float = 1.0,
 ) -> Change:
-    """Fill in what a change would give if micro-batches up to `largest` fit."""
-    devices, samples, times = choice.plan.devices * times_devices, measured.samples, measured.times
+    """Fill in what a change would give if micro-batches up to `largest` fit, and passes take `times`."""
+    devices, samples = choice.plan.devices * times_devices, measured.samples
+    times = times or measured.times
     if times is not None:
         times = replace(times, alpha=times.alpha * slower, beta=times.beta * slower)
     changed = None

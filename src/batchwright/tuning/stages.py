@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from batchwright.auditing.audit import audit_workload
@@ -31,17 +32,16 @@ from batchwright.noise.measure_critical_batch import measure_critical_batch
 from batchwright.noise.noise_run import Trained, fitting_split, measure_noise, training
 from batchwright.planning.times import TimedPoint, TimeModel, fit_times
 from batchwright.state.untouched import untouched
+from batchwright.targets import load_workload
 from batchwright.trace.run import build_skeleton
 from batchwright.units import whole_number
+from batchwright.workload import Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch import nn
-
     from batchwright.tuning.run_file import Measured, Section
     from batchwright.tuning.tune import TuneRequest
-    from batchwright.workload import Workload
 
     Say = Callable[[str], None]
 
@@ -88,15 +88,18 @@ def _num_numbers(parameters: list[nn.Parameter]) -> int | None:
 
 def find_fit(work: Workload | str, measured: Measured, request: TuneRequest, say: Say) -> Section:
     """Find the largest micro-batch; if nothing fits, say so and end here."""
+    if request.is_on_card and request.devices > 1 and isinstance(work, str):
+        work = load_workload(work)
     try:
         largest = fit(
-            work,
+            spread_on_card(work, request) if isinstance(work, Workload) else work,
             on=request.on,
             memory=request.memory,
             limit=request.limit,
             shapes=request.shape,
             # Gradients of one micro-batch live through the forward of the next.
             accumulation=2,
+            devices=request.devices if request.is_on_card else 1,
             progress=say,
         )
         if largest.micro_batch is not None:
@@ -108,14 +111,22 @@ def find_fit(work: Workload | str, measured: Measured, request: TuneRequest, say
     return {"skipped": f"nothing fits: {reason}", "nothing_fits": True}
 
 
+def spread_on_card(work: Workload, request: TuneRequest) -> Workload:
+    """Return the workload as one of the ranks of a card holds it: without `wrap` as DistributedDataParallel does."""
+    if not request.is_on_card or request.devices == 1 or work.wrap is not None:
+        return work
+    return replace(work, wrap=nn.parallel.DistributedDataParallel)
+
+
 def predict(work: Workload, measured: Measured, request: TuneRequest, say: Say) -> Section:
     """Predict the memory at the largest micro-batch that fits."""
     return estimate(
-        work,
+        spread_on_card(work, request),
         micro_batch=measured.micro_batch or 1,
         on=request.on if request.is_on_card else "cpu",
         shape=request.shape or None,
         accumulation=2,
+        devices=request.devices if request.is_on_card else 1,
         what_if=True,
         progress=say,
     ).to_dict()

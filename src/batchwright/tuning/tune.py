@@ -26,7 +26,9 @@ from batchwright.printed_result import PrintedResult
 from batchwright.ranks.session import Session, process_group, together
 from batchwright.scripts.script import Script
 from batchwright.targets import Target, is_from_users_code, load_workload, users_traceback_text
+from batchwright.timing.collectives import read_network
 from batchwright.tuning import script_stages, stages
+from batchwright.tuning.noise_here import measure_here, take_from
 from batchwright.tuning.predicted_speed import predict_throughput
 from batchwright.tuning.race import race_batches
 from batchwright.tuning.rate_sweep import sweep_rates
@@ -46,7 +48,7 @@ STAGES = ("fit", "estimate", "throughput", "audit", "noise", "branches", "race",
 """What can be skipped, in the order in which it is done."""
 TRAINING_STAGES = ("throughput", "audit", "noise", "branches", "race", "rate")
 """Those that run real steps: never on a simulated card, and together on all ranks."""
-_PYTHON_ALONE = ("seed", "critical_batch", "price_per_hour")
+_PYTHON_ALONE = ("seed", "critical_batch")
 HORIZONS = ("until_loss", "samples", "hours")
 """Until where a run is meant to go: one of them."""
 
@@ -62,6 +64,7 @@ class TuneRequest:
     on: str = field(default_factory=default_device)
     memory: str | int | None = None
     devices: int = 1
+    network: str | None = None
     effective_batch: int | None = None
     limit: int | None = None
     shape: Mapping[str, Any] = field(default_factory=dict)
@@ -97,6 +100,10 @@ class TuneRequest:
                 whole_number(getattr(self, name), name.replace("_", " "))
         if self.memory is not None:
             parse_bytes(self.memory)
+        if read_network(self.network) is not None and not self.is_on_card:
+            raise InvalidInputError(
+                f"network is for steps that are predicted, and on {self.on} they are timed.", remedy='on="a100-40gb"'
+            )
         given = [name for name in HORIZONS if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidInputError(
@@ -132,7 +139,9 @@ class TuneRequest:
             return "skipped, as asked"
         if (stage == "branches" and not self.branch_batches) or (stage == "race" and not self.race):
             return "not asked for"
-        if self.is_on_card and stage in TRAINING_STAGES and stage != "throughput":
+        if self.is_on_card and stage == "noise" and self.critical_batch is not None:
+            return "a critical batch was given"
+        if self.is_on_card and stage in TRAINING_STAGES and stage not in ("throughput", "noise"):
             return f"{self.on} is simulated: nothing runs there"
         return None
 
@@ -222,21 +231,25 @@ _RUNS: dict[str, Callable[..., Section]] = {
         predict_throughput if request.is_on_card else stages.time_steps
     )(work, measured, request, say),
     "audit": stages.audit_accumulation,
-    "noise": stages.watch_noise,
+    "noise": lambda work, measured, request, say: (measure_here if request.is_on_card else stages.watch_noise)(
+        work, measured, request, say
+    ),
     "branches": stages.train_branches,
     "race": race_batches,
     "rate": sweep_rates,
 }
 
 
-def _runs(work: object) -> Mapping[str, Callable[..., Section]]:
-    return script_stages.RUNS if isinstance(work, Script) else _RUNS
+def _runs(work: object, request: TuneRequest) -> Mapping[str, Callable[..., Section]]:
+    if not isinstance(work, Script):
+        return _RUNS
+    return {**script_stages.RUNS, "noise": measure_here} if request.is_on_card else script_stages.RUNS
 
 
 # Between two parts of one run.
 _MAY_DIFFER = (
     *("skip", "command", "batchwright", "torch", "python", "horizon", "race"),
-    *("critical_batch", "price_per_hour"),
+    *("critical_batch", "price_per_hour", "network"),
 )
 
 
@@ -246,6 +259,7 @@ def tune(
     on: str | None = None,
     memory: str | int | None = None,
     devices: int = 1,
+    network: str | None = None,
     effective_batch: int | None = None,
     limit: int | None = None,
     shape: dict[str, Any] | None = None,
@@ -283,7 +297,8 @@ def tune(
     - `on`: a device of this machine (default: its accelerator, else cpu), or a card of the catalogue; nothing runs on
       a card: memory and the time of steps are predicted.
     - `memory`: the budget of a device. `limit`: the largest micro-batch of interest.
-    - `devices`: data-parallel ranks. `effective_batch`: keep this one, and say how much sooner the best would be.
+    - `devices`: data-parallel ranks. `network`: what joins nodes of 8 devices of a card, such as "400Gb/s" for each
+      node. `effective_batch`: keep this one, and say how much sooner the best would be.
     - `shape`: what else `batch` takes.
     - `steps`, `seed`: of the training that measures the critical batch; `noise_batch` is its effective batch.
     - `branch_batches`: effective batches to train short branches at; they measure the critical batch itself.
@@ -292,7 +307,8 @@ def tune(
       recommended.
     - `until_loss`, `samples`, `hours`: one of them, until where the run is meant to go. Without it: until the data was
       seen once, or ten times what was trained to measure.
-    - `critical_batch`: in samples, where it is known, as from a run on the CPU; on a card it is not measured.
+    - `critical_batch`: in samples, where it is known. Else, for a card, it is measured on the CPU of this machine if
+      that takes a few minutes at most, or taken from the run in `file` if that is of the same workload.
     - `price_per_hour`: of one device; with `samples` or `hours` the answer says what the run costs.
     - `skip`: stages to leave out.
     - `file`: where the run is written after every stage; with `resume` the run in it is continued. Under torchrun
@@ -303,6 +319,7 @@ def tune(
         on=default_device() if on is None else on,
         memory=memory,
         devices=devices,
+        network=network,
         effective_batch=effective_batch,
         limit=limit,
         shape=shape or {},
@@ -344,6 +361,8 @@ def _tune(
             about = stages.describe_workload(workload, target, request)
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     run = _resume(path, about, ranks, say) if resume else {**new_run(created), "workload": about}
+    if request.is_on_card and request.critical_batch is None and "noise" not in request.skip and path is not None:
+        run |= take_from(path, about, request, say) if not resume and path.exists() else {}
     seconds: dict[str, float] = run["workload"].setdefault("seconds", {})
     for number, stage in enumerate(STAGES, 1):
         if is_done(run[stage]):
@@ -426,9 +445,9 @@ def _run_on_ranks(stage: str, work: Any, measured: Measured, request: TuneReques
     try:
         # A group of its own, so that a stage that failed leaves nothing to the next.
         if stage not in TRAINING_STAGES:
-            return _runs(work)[stage](work, measured, request, say)
+            return _runs(work, request)[stage](work, measured, request, say)
         with process_group(request.on) as device:
-            return _runs(work)[stage](work, measured, replace(request, on=device), say)
+            return _runs(work, request)[stage](work, measured, replace(request, on=device), say)
     except BatchwrightError as error:
         if isinstance(error, StepFailedError | RankFailedError):
             raise
@@ -438,7 +457,7 @@ def _run_on_ranks(stage: str, work: Any, measured: Measured, request: TuneReques
 
 def _run_stage(stage: str, work: Any, measured: Measured, request: TuneRequest, say: Say) -> Section:
     try:
-        return _runs(work)[stage](work, measured, request, say)
+        return _runs(work, request)[stage](work, measured, request, say)
     except BatchwrightError as error:
         say(f"{stage} failed: {error}")
         return _failed(error, str(error), is_users=isinstance(error, StepFailedError))

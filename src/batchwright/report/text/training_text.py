@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from batchwright.tuning.tune import Tuned
 
 
-_MOST_MODULES = 5
+_MOST_MODULES, _NODE = 5, 8
 
 
 def summarize_audit(audit: Audit) -> str:
@@ -310,6 +310,8 @@ def tuned_remarks(tuned: Tuned) -> Iterator[str]:
         yield from _run_and_devices(advised)
         yield from (f"note: {note}." for note in advised["notes"])
     yield from (f"throughput: {note}." for note in run["throughput"].get("notes", ()))
+    if "how" in run["noise"]:
+        yield f"noise: {run['noise']['how']}."
     if not_covered := run["fit"].get("restored", {}).get("not_covered"):
         yield f"not restored: {', '.join(not_covered)}."
     audit = run["audit"]
@@ -340,7 +342,8 @@ def _run_and_devices(advised: dict[str, Any]) -> Iterator[str]:
         yield f"{line}."
     if devices:
         times = ", ".join(f"{row['devices']}: {row['time_over_one']:.2f}" for row in devices["rows"])
-        yield f"time to the loss by devices (predicted, one node): {times}; up to {devices['worth']} pay."
+        nodes = "one node" if devices["rows"][-1]["devices"] <= _NODE else "beyond 8 a model of the network"
+        yield f"time to the loss by devices (predicted, {nodes}): {times}; up to {devices['worth']} pay."
 
 
 def draw_tuned(tuned: Tuned) -> RenderableType:
