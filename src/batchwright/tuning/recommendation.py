@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from batchwright.planning.horizon import Course
-    from batchwright.tuning.run_file import BranchEstimate
     from batchwright.planning.times import TimeModel
+    from batchwright.tuning.run_file import BranchEstimate
     from batchwright.tuning.tune import TuneRequest
 
 # The curve of the report goes so many doublings to either side of the answer.
