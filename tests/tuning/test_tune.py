@@ -113,12 +113,14 @@ def test_a_disk_that_is_full_is_told_and_the_answer_given(tmp_path: Path) -> Non
     assert tuned.micro_batch
 
 
-def test_on_a_card_memory_and_time_are_predicted_and_the_rest_is_said_to_be_missing() -> None:
+def test_on_a_card_memory_and_time_are_predicted_and_the_noise_is_measured_on_the_cpu() -> None:
     tuned = tune(quick(), on="a100-40gb", limit=64, devices=4)
     assert tuned.run["fit"]["source"] == tuned.run["throughput"]["source"] == "predicted"
-    assert "simulated" in tuned.run["noise"]["skipped"]
+    assert tuned.run["noise"]["on"] == "cpu"
+    assert "simulated" in tuned.run["audit"]["skipped"]
+    assert "simulated" in tuned.run["rate"]["skipped"]
     assert tuned.devices == 4
-    assert any("not measured" in text for text in tuned.assumes)
+    assert tuned.source == "predicted"
 
 
 def test_a_workload_that_raises_at_once_says_so_in_every_section() -> None:

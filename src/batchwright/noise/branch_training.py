@@ -104,7 +104,7 @@ class _Checkpoint:
     @classmethod
     def of(cls, trained: Trained, accelerator: torch.device | None) -> _Checkpoint:
         file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the branches
-        torch.save((trained.model.state_dict(), [each.state_dict() for each in trained.optimizers]), file)
+        torch.save((trained.model.state_dict(), [optimizer.state_dict() for optimizer in trained.optimizers]), file)
         drawn = trained.workload.batch
         own = map(put_back_of_generator, held_objects(drawn).values() if drawn is not None else ())
         return cls(file, (*random_sources(accelerator).values(), *(put_back for put_back in own if put_back)))

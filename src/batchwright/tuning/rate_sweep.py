@@ -65,8 +65,8 @@ class RateSweep:
             for factor, loss in sorted(self.losses.items())
         ]
         lower, higher = self.open_sides
-        found = {"learning_rate_factor": self.best, "is_lowest_tried": lower, "is_highest_tried": higher}
-        return {"schema": 1, "source": "measured", **asdict(self), "losses": rows, **found}
+        best = {"learning_rate_factor": self.best, "is_lowest_tried": lower, "is_highest_tried": higher}
+        return {"schema": 1, "source": "measured", **asdict(self), "losses": rows, **best}
 
 
 def climb(first: float, most: int, loss_at: Callable[[float], float]) -> dict[float, float]:

@@ -203,7 +203,7 @@ def pick_critical(measured: Measured, horizon: Horizon | None, given: float | No
     if in_samples is not None and _usable_value(in_samples) is None:
         in_samples = None
     estimates = measured.branches.estimates
-    carried = [_carried(each, course if in_samples else None, horizon) for each in estimates]
+    carried = [_carried(estimate, course if in_samples else None, horizon) for estimate in estimates]
     finite = [estimate for estimate in carried if math.isfinite(estimate.value)]
     if finite:
         along = averaged(finite)

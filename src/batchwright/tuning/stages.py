@@ -336,7 +336,7 @@ def train_branches(work: Workload, measured: Measured, request: TuneRequest, say
     for place in request.branch_steps:
         if len(request.branch_steps) > 1:
             say(f"branches from step {place:,} on")
-        found = measure_critical_batch(
+        measurement = measure_critical_batch(
             work,
             batches=request.branch_batches,
             steps=max(request.steps, 20),
@@ -347,5 +347,5 @@ def train_branches(work: Workload, measured: Measured, request: TuneRequest, say
             shape=request.shape or None,
             progress=say,
         )
-        sections.append({**found.to_dict(), "first_step": place})
+        sections.append({**measurement.to_dict(), "first_step": place})
     return {**sections[0], "later": sections[1:]}

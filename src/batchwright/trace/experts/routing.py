@@ -118,8 +118,8 @@ class Routing:
             return
         self.was_assumed = True
         even = [total // choices + (number < total % choices) for number in range(choices)]
-        each = [total, *[0] * (choices - 1)] if self.assumption == "worst" else even
-        padded = [*each, *[0] * (counts.numel() - choices)]
+        by_choice = [total, *[0] * (choices - 1)] if self.assumption == "worst" else even
+        padded = [*by_choice, *[0] * (counts.numel() - choices)]
         self._values.learn(counts, lambda: torch.tensor(padded, dtype=counts.dtype))
 
     def _learn_exchanged(self, func: Callable[..., Any], args: Sequence[Any], outputs: Any) -> None:
