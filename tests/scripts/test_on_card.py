@@ -16,6 +16,7 @@ from batchwright.scripts.command import read_command
 from batchwright.scripts.estimate_script import ScriptEstimate, estimate_script
 from batchwright.scripts.probe import Probes
 from batchwright.scripts.script import Script
+from batchwright.timing.step_time import StepTime
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +63,12 @@ def test_the_peak_is_that_of_a_workload_of_the_same_step(tmp_path: Path) -> None
         loss=lambda model, batch: model(batch).square().mean(),
         optimizer=lambda parameters: torch.optim.Adam(parameters),
     )
-    expected = bw.estimate(workload, micro_batch=32, on="a100-40gb").peak_bytes
+    estimate = bw.estimate(workload, micro_batch=32, on="a100-40gb")
+    expected = estimate.peak_bytes
+    assert isinstance(estimate.time, StepTime)
+    assert isinstance(seen.time, StepTime)
+    assert seen.time.flops == estimate.time.flops
+    assert seen.time.seconds == pytest.approx(estimate.time.seconds, rel=0.05)
     assert seen.run.peak_bytes is not None
     # Four bytes for each of Adam's counters, in blocks of 512, and the like.
     assert seen.run.peak_bytes.allocated == pytest.approx(expected.allocated, abs=8192)
@@ -370,6 +376,9 @@ def test_the_last_of_many_micro_batches_are_not_followed_and_the_peak_is_that_of
     of_two, of_nine = run(tmp_path, program, "2").run, run(tmp_path, program, "9").run
     assert (of_nine.num_windows, len(of_nine.input_shapes), of_nine.backwards_per_window) == (1, 12, (9,))
     assert of_nine.peak_bytes == of_two.peak_bytes
+    assert of_nine.work is not None
+    assert of_two.work is not None
+    assert of_nine.work.flops == 4.5 * of_two.work.flops > 0
 
 
 def test_an_evaluation_that_repeats_itself_is_not_followed_to_its_end(tmp_path: Path) -> None:
@@ -510,6 +519,11 @@ def run_ranks(folder: Path, wrapped: str, count: int) -> int:
     words = ["torchrun", "--nproc-per-node", str(count), "train.py", str(count)]
     seen = estimate_script(Script(words, cwd=folder, seconds=120), on="a100-40gb")
     assert (seen.run.end, seen.micro_batch) == ("cut", 8)
+    assert isinstance(seen.time, StepTime)
+    assert seen.time.samples == 8 * count
+    assert seen.run.work is not None
+    kinds = {work.kind for work in seen.run.work.entries}
+    assert ("all_gather" in kinds, "all_reduce" in kinds) == ("fully_shard" in wrapped, True)
     return seen.run.parts["weights"]
 
 

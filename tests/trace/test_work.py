@@ -191,5 +191,6 @@ def test_recurrent_layers_count_what_the_library_computes(on: str) -> None:
 def test_inference_is_a_step_of_its_own() -> None:
     step = work_of(conv_net(optimizer=None, loss=lambda model, batch: model(batch[0]).sum()))
     assert {work.phase for work in step.entries} == {"batch", "forward"}
+    assert step.flops == sum(work.flops for work in work_of(conv_net()).entries if work.phase == "forward")
     trained = work_of(conv_net(evaluate=lambda model, batch: model(batch[0])))
     assert "evaluate" not in {work.phase for work in trained.entries}

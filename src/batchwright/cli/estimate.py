@@ -112,6 +112,7 @@ def _run_script(script: Script, options: dict[str, Any], typed: set[str]) -> Any
             memory=options["memory"],
             find_max=options["find_max"],
             devices=options["devices"],
+            network=options["network"],
             progress=say,
         )
 

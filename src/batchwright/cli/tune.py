@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from batchwright.catalogue.cards import names_a_card
 from batchwright.cli.options import (
     PLACES,
     RANKS_ON_CARD,
@@ -109,6 +110,11 @@ def command(ctx: click.Context, /, target: str | Script, framework: str | None, 
     read_network(options["network"])
     if framework is not None:
         find_dialect(framework)
+    if options["devices"] > ranks and not isinstance(target, str) and not names_a_card(options["on"] or ""):
+        raise InvalidInputError(
+            "--devices of a command of your own are those of a simulated card; on this machine one of them runs.",
+            remedy=f"--on a100-40gb --devices {options['devices']}",
+        )
     if isinstance(target, str):
         find_target(target)
     file = Path(options["file"]).absolute()

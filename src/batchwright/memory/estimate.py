@@ -96,7 +96,7 @@ def estimate(
 
     Arguments:
     - `workload`: or a `bw.Script`, which is run; of what follows it takes `micro_batch`, `accumulation`, `on`, `shape`,
-      `memory`, `find_max`, `devices` and `progress`.
+      `memory`, `find_max`, `devices`, `network` and `progress`.
     - `micro_batch`: samples in one forward and backward. Default: 1; of a script, what is typed.
     - `on`: "cpu", or a card of the catalogue such as "a100-40gb", which is simulated: its peaks are allocated, reserved
       and device, and `fits` says whether the step runs on it. Default: this machine's card; "cpu" if it has none.
@@ -127,7 +127,6 @@ def estimate(
             for name, value, default in (
                 ("clip_norm", clip_norm, None),
                 ("context", context, None),
-                ("network", network, None),
                 ("over", over, None),
                 ("routing", routing, "balanced"),
                 ("allocator", allocator, None),
@@ -147,6 +146,7 @@ def estimate(
             memory=memory,
             find_max=find_max,
             devices=devices,
+            network=network,
             progress=progress,
         )
         return answer

@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING, Any
 from batchwright.catalogue.cards import names_a_card
 from batchwright.device.device import default_device
 from batchwright.fitting.request import FitRequest
+from batchwright.memory.on_card import card_named
 from batchwright.printed_result import PrintedResult
 from batchwright.scripts.command import ACCUMULATION, MICRO_BATCH
 from batchwright.scripts.fit_script import fit_script
 from batchwright.scripts.probe import Probes
 from batchwright.scripts.recognise import with_recognised_options
 from batchwright.scripts.script_run import OUT_OF_MEMORY, ScriptRun
+from batchwright.timing.collectives import read_network
 from batchwright.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from batchwright.scripts.script import Script
+    from batchwright.timing.step_time import NoTime, StepTime
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,6 +38,8 @@ class ScriptEstimate(PrintedResult):
     run: ScriptRun
     limit_bytes: int | None
     source: str
+    time: StepTime | NoTime | None = None
+    """Seconds of a step on the simulated card, or why there are none; None on this machine, where it was timed."""
 
     @property
     def micro_batch(self) -> int | None:
@@ -67,6 +72,7 @@ class ScriptEstimate(PrintedResult):
             "backwards_per_window": list(run.backwards_per_window),
             "input_shapes": [list(shape) for shape in dict.fromkeys(run.input_shapes)],
             "window_seconds": list(run.window_seconds),
+            "time": None if self.time is None else self.time.to_dict(),
             "made_up_reads": run.made_up_reads,
             "options": dict(run.options),
             "files_written": list(run.files_written),
@@ -84,6 +90,7 @@ def estimate_script(
     memory: str | int | None = None,
     find_max: bool = False,
     devices: int = 1,
+    network: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ScriptEstimate:
     """Run a program until its second optimizer step and return what it takes; the arguments are those of `estimate`."""
@@ -96,11 +103,15 @@ def estimate_script(
     turned = {MICRO_BATCH: micro_batch, ACCUMULATION: accumulation}
     wanted = [name for name, value in turned.items() if value is not None]
     limit_bytes = None if memory is None else parse_bytes(memory)
+    between_nodes, time = read_network(network), None
     with Probes(script, place, devices=devices) as probes:
         script, notes = with_recognised_options(probes, wanted, shape=shape, say=say)
         command = script.at(micro_batch, accumulation=accumulation, shape=shape)
         say(f"running {command} until optimizer step {script.steps}")
         run = probes.run(command, limit_bytes=limit_bytes)
+        card = card_named(place, memory=memory) if names_a_card(place) else None
+        if card is not None:
+            time = run.time_on(card, devices=probes.devices_of(command), network=between_nodes)
     run = replace(run, notes=(*notes, *run.notes))
     source = "predicted" if names_a_card(place) else "measured"
-    return ScriptEstimate(script.name, str(command), place, run, limit_bytes, source)
+    return ScriptEstimate(script.name, str(command), place, run, limit_bytes, source, time)

@@ -19,7 +19,7 @@ from batchwright.catalogue.cards import context_of, names_a_card
 from batchwright.device.outcome import Outcome
 from batchwright.errors import InvalidInputError
 from batchwright.fitting.fit_result import Fit, Restored
-from batchwright.fitting.probers import Budget, budget_on, open_budget
+from batchwright.fitting.probers import Budget, add_time_note, budget_on, open_budget
 from batchwright.fitting.run_search import Cap, Cause, find_cap, fit_shapes
 from batchwright.memory.on_card import card_named
 from batchwright.scripts.command import MICRO_BATCH
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from batchwright.fitting.request import FitRequest
     from batchwright.scripts.script import Script
+    from batchwright.timing.step_time import NoTime, StepTime
 
 # Settings of `fit` that say something about a workload alone, with what they are by default.
 _OF_WORKLOADS = {"evaluate": False, "clip_norm": None, "allocator": None, "isolate": None}
@@ -66,6 +67,8 @@ class ScriptProber:
     """Until it fails between sizes at which it runs."""
     runs: dict[tuple[int, str], ScriptRun] = field(default_factory=dict)
     outcomes: dict[tuple[int, str], Outcome] = field(default_factory=dict)
+    times: list[StepTime | NoTime] = field(default_factory=list)
+    """What was predicted for each run on a card."""
 
     where = "the program itself, in a process of its own for each probe"
 
@@ -102,6 +105,11 @@ class ScriptProber:
             self.probes.refuse(run, command)
         self._check_that_all_are_received(micro_batch, {**runs, micro_batch: run})
         self.runs[micro_batch, str(shape)] = run
+        seconds = run.window_seconds[-1] if run.window_seconds and self.on == "cpu" else None
+        if names_a_card(self.on) and (card := card_named(self.on)) is not None:
+            time = run.time_on(card, devices=self.probes.devices_of(command))
+            self.times.append(time)
+            seconds = getattr(time, "seconds", None)
         check_that_it_follows(
             self.script, {size: seen for (size, shape_of), seen in self.runs.items() if shape_of == str(shape)}
         )
@@ -111,7 +119,7 @@ class ScriptProber:
             "fits" if run.was_cut else "failed" if run.end in tolerated else "out_of_memory",
             run.peak_bytes if run.was_cut or names_a_card(self.on) else None,
             seconds=run.seconds,
-            step_seconds=run.window_seconds[-1] if run.window_seconds and self.on == "cpu" else None,
+            step_seconds=seconds,
             accumulation=run.accumulation or 1,
             rule="the program's own error" if run.end == OUT_OF_MEMORY else None,
             is_too_small=run.end in tolerated,
@@ -188,7 +196,7 @@ def fit_script(script: Script, request: FitRequest, say: Callable[[str], None]) 
         source = "predicted" if request.is_on_card else "measured"
         return replace(fit, notes=(*notes, typed, *fit.notes, *run.notes), source=source)
 
-    return replace(with_command(answer), shapes=tuple(map(with_command, answer.shapes)))
+    return add_time_note(replace(with_command(answer), shapes=tuple(map(with_command, answer.shapes))), prober.times)
 
 
 def _has_run(runs: Iterable[ScriptRun]) -> bool:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from batchwright.scripts.program_hooks import Measure, Watch
     from batchwright.units import PeakBytes
 
-ANSWER, MEASURED = "answer.json", "measured.pt"
+ANSWER, MEASURED, WORK = "answer.json", "measured.pt", "work.json"
 # What is read of samples once for all probes.
 LENGTHS = "lengths.json"
 # What is answered on stdout, each with a number: the process of a job, and how it ended.
@@ -433,6 +433,7 @@ def _on_card(job: ScriptJob, watch: Watch) -> Iterator[Callable[[], PeakBytes | 
     from batchwright.memory.breakdown import break_down
     from batchwright.memory.on_card import card_named
     from batchwright.simulated.card import SimulatedCard
+    from batchwright.timing.work_file import pack_work
     from batchwright.trace.programs.real_host import program_on_card
 
     named = card_named(job.on, memory=job.limit_bytes)
@@ -452,6 +453,8 @@ def _on_card(job: ScriptJob, watch: Watch) -> Iterator[Callable[[], PeakBytes | 
                     "not followed again"
                 ] = None
             watch.notes.update(trace.notes)
+            work = pack_work(trace.work.last_step(watch.updates_per_step))
+            Path(job.folder, WORK).write_text(json.dumps(work), encoding="utf-8")
             broken_down = break_down(trace.log)
             watch.parts = lambda: (
                 broken_down.parts,

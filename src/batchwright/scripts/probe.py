@@ -26,8 +26,9 @@ from batchwright.catalogue.cards import context_of, names_a_card
 from batchwright.errors import BatchwrightError, InvalidInputError, StepFailedError
 from batchwright.memory.on_card import card_named
 from batchwright.scripts.command import UserCommand, check_program
-from batchwright.scripts.fork_server import ANSWER, ENDED, MEASURED, STARTED, ScriptJob, descendants_of
+from batchwright.scripts.fork_server import ANSWER, ENDED, MEASURED, STARTED, WORK, ScriptJob, descendants_of
 from batchwright.scripts.script_run import EXITED, FAILED, FINISHED, OUT_OF_MEMORY, SILENT, TOO_SMALL, ScriptRun
+from batchwright.timing.work_file import unpack_work
 from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -84,12 +85,16 @@ class Probes:
             self.refuse(run, command)
         return run
 
+    def devices_of(self, command: UserCommand) -> int:
+        """Return how many ranks the program is one of."""
+        # On the host the other ranks would have to be there.
+        return max(self.devices, command.num_processes) if names_a_card(self.on) else 1
+
     def _job(
         self, command: UserCommand, num_windows: int, limit_bytes: int | None = None, measure: str = ""
     ) -> ScriptJob:
         self._count += 1
-        # On the host the other ranks would have to be there.
-        devices = max(self.devices, command.num_processes) if names_a_card(self.on) else 1
+        devices = self.devices_of(command)
         folder = Path(self._folder.name) / str(self._count)
         (folder / "files").mkdir(parents=True)
         return ScriptJob(
@@ -140,10 +145,12 @@ class Probes:
         code = self._wait(folder.parent / "job.json", command, job.seconds + _GRACE_SECONDS)
         log = Path(job.log)
         output = log.read_text(encoding="utf-8", errors="replace") if job.log and log.exists() else ""
-        answer, measured = folder / ANSWER, folder / MEASURED
+        answer, measured, work = folder / ANSWER, folder / MEASURED, folder / WORK
         if not answer.exists():
             return ScriptRun(end=FAILED, error=_describe_exit(code), traceback=_last_lines(output + self._server_log()))
         run = ScriptRun.from_dict(json.loads(answer.read_text(encoding="utf-8")))
+        if work.exists():
+            run = replace(run, work=unpack_work(json.loads(work.read_text(encoding="utf-8"))))
         if not run.was_cut and output.strip():
             run = replace(run, notes=(*run.notes, f"the last lines it printed:\n{_last_lines(output)}"))
         if not measured.exists():

@@ -121,6 +121,11 @@ class Watch:
         """Steps of the optimizer that made the fewest, of those that made any."""
         return min(self._steps.values(), default=0)
 
+    @property
+    def updates_per_step(self) -> int:
+        """Updates by all optimizers for one of that optimizer: two where a generator and a discriminator take turns."""
+        return sum(self._steps.values()) // max(self.num_steps, 1) or 1
+
     def report(self) -> ScriptRun:
         """Return what was seen so far."""
         if self._steps:

@@ -79,6 +79,11 @@ class Script(Program):
         return self.accumulation_option is not None or ACCUMULATION in self.command.placeholders
 
     @property
+    def least_accumulation(self) -> int | None:
+        """An accumulation of 1 where it can be set; as it is typed where it cannot."""
+        return 1 if self.sets_accumulation else None
+
+    @property
     def sets_micro_batch(self) -> bool:
         """Whether it is known how to run it at another micro-batch."""
         return self.batch_option is not None or MICRO_BATCH in self.command.placeholders

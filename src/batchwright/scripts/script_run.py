@@ -11,6 +11,11 @@ from batchwright.units import PeakBytes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from batchwright.catalogue.cards import Card
+    from batchwright.timing.collectives import Network
+    from batchwright.timing.step_time import NoTime, StepTime
+    from batchwright.trace.work import StepWork
+
 # Part of the name of every option that sets an accumulation.
 ACCUMULATES = "accum"
 
@@ -72,6 +77,8 @@ class ScriptRun:
     traceback: str = ""
     measured: Mapping[str, Any] | None = None
     """What a measure found beside it: plain data and tensors; never part of the JSON."""
+    work: StepWork | None = None
+    """What the last whole step asked of a simulated card; never part of the JSON."""
 
     @property
     def was_cut(self) -> bool:
@@ -84,6 +91,18 @@ class ScriptRun:
         counted = Counter(shape[0] for shape in self.input_shapes if shape)
         return counted.most_common(1)[0][0] if counted else None
 
+    def time_on(self, card: Card, *, devices: int = 1, network: Network | None = None) -> StepTime | NoTime:
+        """Return the seconds of one of its windows on a card; of a program that is one of so many ranks."""
+        # Here: a program's own process has no use for it.
+        from batchwright.device.step import StepSettings
+        from batchwright.timing.on_card import time_on
+        from batchwright.timing.step_time import NoTime
+
+        if self.windows == "zeroed gradients":
+            return NoTime("the program updates its weights by hand, so where a step ends is not seen")
+        accumulation = (self.accumulation or 1) if self.windows == "optimizer steps" else 1
+        return time_on(card, self.work, self.batch_size or 1, StepSettings({}, accumulation, devices=devices), network)
+
     @property
     def accumulation(self) -> int | None:
         """Backwards in most windows."""
@@ -92,8 +111,8 @@ class ScriptRun:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, without what a measure found."""
-        data = asdict(replace(self, measured=None))
-        del data["measured"]
+        data = asdict(replace(self, measured=None, work=None))
+        del data["measured"], data["work"]
         return data
 
     @staticmethod

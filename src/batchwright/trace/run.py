@@ -338,7 +338,7 @@ def _trace_on(
     mode = trace.storages.mode = FakeTensorMode(allow_non_fake_inputs=True)
     keep, fakes = current_keep(workload), FakeParts(mode, device)
 
-    compiler = Compiler(device, trace.notes.setdefault, trace.note_kernel, capability)
+    compiler = Compiler(device, trace.notes.setdefault, trace.note_kernel, trace.note_fused, capability)
 
     wrapped: list[nn.Module] = []
     if is_card and workload.wrap is not None:

@@ -43,7 +43,7 @@ from batchwright.trace.host_batches import OutsideTensors, part_of_outside
 from batchwright.trace.known_values import KnownValues, storage_key
 from batchwright.trace.refused_operators import NotFollowedError, pieces_of, shapes_from, users_line
 from batchwright.trace.storages import Block, FollowedStorages, Log, RunningModules
-from batchwright.trace.work import WorkLog
+from batchwright.trace.work import WorkLog, fused_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -442,9 +442,16 @@ class Trace(TorchDispatchMode):
     def note_kernel(self, func: Callable[..., Any], args: tuple[Any, ...], output: torch.Tensor) -> None:
         """Note what an operator holds that a compiled graph has write into memory which is there already."""
         # No operator runs here, but a kernel may be asked, for real, what it holds.
+        self.work.note(func, args, {}, [output], self._running_module)
         with _disable_current_modes(), self._kernels.following():
             self.storages.note_library(self._kernels.library_bytes(func, self.log.phase))
             self._see_moments(self._kernels.moments_of(func, args, [output], {}), str(func).removesuffix(".default"))
+
+    def note_fused(self, name: str, twice: int, positions: int | None, *args: Any) -> None:
+        """Note a kernel that Inductor wrote: `twice` of its tensors are read and written; it goes over `positions`."""
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        if tensors:
+            self.work.add([fused_kernel(name, tensors, twice=twice, positions=positions)], self._running_module())
 
     def _note(self, text: str) -> None:
         self.notes[text] = None

@@ -361,6 +361,17 @@ def _multi_tensor(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out
     return [Work(name, "optimizer", 0, read, written, kernels, _format(first[0]))]
 
 
+def fused_kernel(name: str, tensors: Sequence[torch.Tensor], *, twice: int, positions: int | None) -> Work:
+    """A kernel that a compiler wrote, of its arguments; the first `twice` are read and written.
+
+    `positions` is over how many numbers it goes: of a table that it looks into, it reads no more.
+    """
+    most = [tensor.numel() if positions is None else min(tensor.numel(), positions) for tensor in tensors]
+    sizes = [count * tensor.dtype.itemsize for count, tensor in zip(most, tensors, strict=True)]
+    sizes = [min(size, num_bytes(tensor)) for size, tensor in zip(sizes, tensors, strict=True)]
+    return Work(name, "elementwise", 0, sum(sizes), sum(sizes[:twice]), 1, _format(tensors[-1]))
+
+
 def _nothing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Outputs) -> list[Work]:
     return []
 
@@ -482,6 +493,8 @@ class WorkLog:
         self._steps: list[tuple[list[Work], list[str]]] = [([], [])]
         self._views = [0]
         self._phase = ""
+        # Where the last forward or its batch began: the step, its entries so far, and its views.
+        self._forward = (0, 0, 0)
         self._waiting: dict[int, _Bucket] = {}
 
     def enter(self, phase: str) -> None:
@@ -492,6 +505,8 @@ class WorkLog:
         if phase == "batch" and self._phase in ("optimizer", "generate", "evaluate"):
             self._steps.append(([], []))
             self._views.append(0)
+        if phase == "batch" or (phase == "forward" and self._phase != "batch"):
+            self._forward = (len(self._steps) - 1, len(self._steps[-1][0]), self._views[-1])
         self._phase = phase
 
     def note(
@@ -551,22 +566,23 @@ class WorkLog:
         """Return what was written down since the last step began."""
         return self._steps[-1][0]
 
-    def last_step(self) -> StepWork:
-        """Return the last full step: in the first one, optimizers still make their state.
+    def last_step(self, updates: int = 1) -> StepWork:
+        """Return the last full step, of so many updates by optimizers: in the first one they still make their state.
 
-        What a training workload generates and evaluates after its last step is not part of a step.
+        What a training workload generates and evaluates after its last step is not part of a step. What only infers is
+        its last forward.
         """
-        steps = [index for index, (entries, _) in enumerate(self._steps) if any(e.phase != "build" for e in entries)]
-        chosen = steps[-1] if steps else 0
-        entries, modules = self._steps[chosen]
-        trains = any(entry.phase == "optimizer" for entry in entries)
-        outside = ("build", "generate", "evaluate") if trains else ("build",)
-        if not trains:
-            training = [i for i in steps if any(e.phase == "optimizer" for e in self._steps[i][0])]
-            if training:
-                chosen, outside = training[-1], ("build", "generate", "evaluate")
-                entries, modules = self._steps[chosen]
-        kept = [index for index, entry in enumerate(entries) if entry.phase not in outside]
-        return StepWork(
-            tuple(entries[index] for index in kept), tuple(modules[index] for index in kept), self._views[chosen]
-        )
+        training = [i for i, (entries, _) in enumerate(self._steps) if any(e.phase == "optimizer" for e in entries)]
+        if training:
+            chosen, outside, first, views = training[-updates:], {"build", "generate", "evaluate"}, 0, 0
+        else:
+            step, first, views = self._forward
+            chosen, outside = [step], {"build"}
+        kept = [
+            (entry, module)
+            for index in chosen
+            for entry, module in list(zip(*self._steps[index], strict=True))[first:]
+            if entry.phase not in outside
+        ]
+        num_views = sum(self._views[index] for index in chosen) - views
+        return StepWork(tuple(entry for entry, _ in kept), tuple(module for _, module in kept), num_views)

@@ -120,14 +120,21 @@ def _rate_of_products(size: int = 512) -> float:
 
 
 def _run_program(script: Script, request: TuneRequest, say: Say) -> Section:
-    """Run the program on the CPU, at its own batch, for as many steps as there is time for."""
+    """Run the program on the CPU for as many steps as there is time for."""
     bounded = replace(script, seconds=min(script.seconds, _SECONDS))
+    micro_batch, accumulation = fitting_split(request.noise_batch or _BATCHES[0], None)
     try:
         return measure_noise_of_script(
-            bounded, steps=request.steps, on="cpu", shape=request.shape, progress=say
+            bounded,
+            steps=request.steps,
+            micro_batch=micro_batch if script.sets_micro_batch else None,
+            accumulation=accumulation if script.sets_accumulation else None,
+            on="cpu",
+            shape=request.shape,
+            progress=say,
         ).to_dict()
     except BatchwrightError as error:
-        first = str(error).strip().splitlines()[-1]
+        first = getattr(error, "problem", "") or str(error).strip().splitlines()[-1]
         return {"skipped": f"the program gave no critical batch on this machine's CPU ({first}); {_OTHERWISE}"}
 
 

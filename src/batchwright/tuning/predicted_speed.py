@@ -4,6 +4,8 @@ Promises:
 - the section is that of a measured throughput, and says that it is predicted, and how far off it may be;
 - a workload without `wrap` is taken to be spread as DistributedDataParallel spreads it;
 - sizes between two traced ones lie on their line, or are traced;
+- a program of the user's own is run on the card at two sizes; what other numbers of ranks send is known where it only
+  adds gradients up;
 - where there is no time, the section says why.
 """
 
@@ -15,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.device.step import StepSettings
+from batchwright.errors import BatchwrightError
 from batchwright.memory.estimate import without_torchs_own_log
 from batchwright.memory.on_card import card_named
 from batchwright.planning.times import TimedPoint, TimeModel, fit_times
+from batchwright.scripts.probe import Probes
+from batchwright.scripts.script import Script
 from batchwright.simulated.card import SimulatedCard
 from batchwright.timing.collectives import COLLECTIVES, Network, read_network
 from batchwright.timing.on_card import time_on
@@ -37,20 +42,29 @@ if TYPE_CHECKING:
     Say = Callable[[str], None]
 
 _LARGEST = 64
+_TAKEN_AS_REPLICAS = "; a workload without wrap= is taken to be spread by DistributedDataParallel"
 # One node; beyond it what joins nodes has to be known.
 _DEVICES, _WITH_NETWORK = (1, 2, 4, 8), (16, 32, 64)
 
 
-def predict_throughput(work: Workload, measured: Measured, request: TuneRequest, say: Say) -> Section:
+def predict_throughput(work: Workload | Script, measured: Measured, request: TuneRequest, say: Say) -> Section:
     """Predict steps from a small micro-batch up to the largest that fits."""
     card = card_named(request.on, memory=request.memory)
     assert card is not None
     sizes = sizes_to_time(measured.micro_batch or request.limit or _LARGEST)
-    is_replicated = work.wrap is None
-    spread = replace(work, wrap=DistributedDataParallel) if is_replicated else work
-    # What replicas send does not depend on how many they are; shards do.
-    traced = 2 if is_replicated else request.devices
-    steps = _trace_sizes(spread if traced > 1 else replace(work, wrap=None), sizes, card, request.shape, traced, say)
+    accumulation = 1
+    if isinstance(work, Script):
+        steps, accumulation = _run_sizes(work, sizes, request, say)
+        kinds = {entry.kind for step in steps.values() for entry in step.entries} & set(COLLECTIVES)
+        is_replicated, ranks = kinds == {"all_reduce"}, ""
+    else:
+        is_replicated = work.wrap is None
+        spread = replace(work, wrap=DistributedDataParallel) if is_replicated else work
+        # What replicas send does not depend on how many they are; shards do.
+        traced = 2 if is_replicated else request.devices
+        alone = spread if traced > 1 else replace(work, wrap=None)
+        steps = _trace_sizes(alone, sizes, card, request.shape, traced, say)
+        ranks = _TAKEN_AS_REPLICAS if is_replicated else ""
     network = read_network(request.network)
     others = _DEVICES if network is None else (*_DEVICES, *_WITH_NETWORK)
     counts = sorted({*others, request.devices}) if is_replicated else [request.devices]
@@ -58,7 +72,8 @@ def predict_throughput(work: Workload, measured: Measured, request: TuneRequest,
     unsure: list[str] = []
     times: dict[int, TimeModel] = {}
     for devices in counts:
-        predicted = [_row(card, steps[size], size, devices, network) for size in sizes]
+        split = StepSettings({}, accumulation, devices=devices)
+        predicted = [_row(card, steps[size], size, split, network) for size in sizes]
         known = [row for row, _ in predicted if isinstance(row, TimedSize)]
         if devices == request.devices:
             missing = next((row for row, _ in predicted if isinstance(row, NoTime)), None)
@@ -70,7 +85,6 @@ def predict_throughput(work: Workload, measured: Measured, request: TuneRequest,
     throughput = Throughput(work.name, request.on, request.devices, tuple(rows), times[request.devices])
     low, high = rows[-1].low_seconds / rows[-1].seconds, rows[-1].high_seconds / rows[-1].seconds
     spoken = f"predicted: in nine of ten cases steps take {low:.2f} to {high:.2f} times as long"
-    ranks = "; a workload without wrap= is taken to be spread by DistributedDataParallel" if is_replicated else ""
     return {
         **throughput.to_dict(),
         "source": "predicted",
@@ -92,6 +106,27 @@ def _trace_sizes(
             run = trace_workload(work, size, settings, card=SimulatedCard(card, is_roomy=True))
         return run.work or StepWork((), (), 0)  # of a pipeline, whose ranks wait for each other, there is no time
 
+    return _on_lines(trace, sizes)
+
+
+def _run_sizes(script: Script, sizes: list[int], request: TuneRequest, say: Say) -> tuple[dict[int, StepWork], int]:
+    """Return the work of a program's step at every size, and its accumulation: run at two, on their line between."""
+    accumulations: set[int] = set()
+    with Probes(script, request.on, devices=request.devices) as probes:
+
+        def run(size: int) -> StepWork:
+            say(f"running the program at micro-batch {size:,} on {request.on}")
+            seen = probes.run(script.at(size, accumulation=script.least_accumulation, shape=request.shape))
+            accumulations.add(seen.accumulation or 1)
+            if seen.work is None or not seen.work.entries:
+                raise BatchwrightError(f"what {script.name} asks of the card was not seen.")
+            return seen.work
+
+        steps = _on_lines(run, sizes)
+    return steps, max(accumulations)
+
+
+def _on_lines(trace: Callable[[int], StepWork], sizes: list[int]) -> dict[int, StepWork]:
     ends = {size: trace(size) for size in {sizes[-1], sizes[len(sizes) // 2]}}
     steps = dict(ends)
     for size in sizes:
@@ -103,11 +138,10 @@ def _trace_sizes(
 
 
 def _row(
-    card: Card, step: StepWork, size: int, devices: int, network: Network | None
+    card: Card, step: StepWork, size: int, settings: StepSettings, network: Network | None
 ) -> tuple[TimedSize | NoTime, list[str]]:
     """Return a size as if it were timed, and why it is unsure."""
-    settings = StepSettings(devices=devices)
-    if devices == 1:
+    if settings.devices == 1:
         step = _part(step, lambda entry: entry.kind not in COLLECTIVES)
     whole = time_on(card, step, size, settings, network)
     alone = _part(step, lambda entry: entry.phase != "optimizer" and entry.kind not in COLLECTIVES)
@@ -115,7 +149,8 @@ def _row(
     if not isinstance(whole, StepTime) or not isinstance(once, StepTime):
         return (whole if isinstance(whole, NoTime) else NoTime("a part of the step has no time")), []
     # An update that takes no time would leave the line through the points without its constant.
-    row = TimedSize(size, min(once.seconds, whole.seconds), whole.seconds, whole.low, whole.high, 0)
+    each = min(once.seconds, whole.seconds) / settings.accumulation
+    row = TimedSize(size, each, whole.seconds, whole.low, whole.high, 0, settings.accumulation)
     return row, list(whole.unsure)
 
 
@@ -127,4 +162,4 @@ def _part(step: StepWork, is_kept: Callable[[Any], bool]) -> StepWork:
 
 def _fit(rows: list[TimedSize]) -> TimeModel:
     points = [TimedPoint(row.micro_batch, row.pass_seconds) for row in rows]
-    return fit_times([*points, *(TimedPoint(row.micro_batch, row.seconds, accumulation=1) for row in rows)])
+    return fit_times([*points, *(TimedPoint(row.micro_batch, row.seconds, row.accumulation) for row in rows)])

@@ -80,7 +80,7 @@ def time_steps(script: Script, measured: Measured, request: TuneRequest, say: Sa
     with Probes(script, request.on) as probes:
         for size in sizes:
             say(f"timing micro-batch {size:,}")
-            command = script.at(size, accumulation=_one(script), shape=request.shape)
+            command = script.at(size, accumulation=script.least_accumulation, shape=request.shape)
             rows.append(_timed(size, probes.run(command, num_windows=_TIMED_STEPS)))
     points = [TimedPoint(row.micro_batch, row.seconds, row.accumulation) for row in rows]
     notes = ("steps were timed whole: what loading takes is in them",)
@@ -94,11 +94,6 @@ def _timed(size: int, run: ScriptRun) -> TimedSize:
     low, high = (min(seconds), max(seconds)) if len(seconds) < 4 else statistics.quantiles(seconds, n=4)[::2]
     middle, accumulation = statistics.median(seconds), run.accumulation or 1
     return TimedSize(size, middle / accumulation, middle, low, high, len(seconds), accumulation)
-
-
-def _one(script: Script) -> int | None:
-    """An accumulation of 1 where it can be set; as it is typed where it cannot."""
-    return 1 if script.sets_accumulation else None
 
 
 def audit_accumulation(script: Script, measured: Measured, request: TuneRequest, say: Say) -> Section:

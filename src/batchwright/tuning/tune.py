@@ -243,7 +243,9 @@ _RUNS: dict[str, Callable[..., Section]] = {
 def _runs(work: object, request: TuneRequest) -> Mapping[str, Callable[..., Section]]:
     if not isinstance(work, Script):
         return _RUNS
-    return {**script_stages.RUNS, "noise": measure_here} if request.is_on_card else script_stages.RUNS
+    if not request.is_on_card:
+        return script_stages.RUNS
+    return {**script_stages.RUNS, "throughput": predict_throughput, "noise": measure_here}
 
 
 # Between two parts of one run.
@@ -315,6 +317,8 @@ def tune(
       every rank calls `tune`; the first one reads and writes the file.
     """
     say = progress or (lambda _: None)
+    if isinstance(work, Script) and on is not None and names_a_card(on):
+        devices = max(devices, work.command.num_processes)
     request = TuneRequest(
         on=default_device() if on is None else on,
         memory=memory,
@@ -369,8 +373,6 @@ def _tune(
             continue
         measured = Measured.read(run)
         reason = request.reason_to_skip(stage)
-        if reason is None and request.is_on_card and stage == "throughput" and isinstance(workload, Script):
-            reason = f"{request.on} is simulated: nothing runs there, and times are predicted of a workload only"
         if reason is None and stage in TRAINING_STAGES:
             reason = _reason_not_to_train(about, measured)
         if reason is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchwright.report.display import Columns, draw_table
+from batchwright.report.text.time_text import describe_time
 from batchwright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def script_remarks(estimate: ScriptEstimate) -> Iterator[str]:
         parts = sorted(run.parts.items(), key=lambda part: -part[1])
         of = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
         yield f"the peak is reached in {_PHASES.get(phase, phase)}{': ' if of else ''}{of}"
+    if estimate.time is not None:
+        yield from describe_time(estimate.time)
     if run.window_seconds and estimate.source == "measured":
         yield f"time: {run.window_seconds[-1]:.3g} s for the last of the {run.windows}"
     if run.made_up_reads:

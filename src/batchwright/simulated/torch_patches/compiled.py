@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 import batchwright
 from batchwright.errors import CannotTraceError
 from batchwright.simulated.torch_patches.backend import card_device, is_on_card
-from batchwright.simulated.torch_patches.inductor import NoteKernel, without_kernels
+from batchwright.simulated.torch_patches.inductor import NoteFused, NoteKernel, without_kernels
 from batchwright.simulated.torch_patches.patches import Patch, applied, put_aside, undone
 from batchwright.simulated.torch_patches.seen_as_cuda import Sight, as_cuda, inductor_on_card, with_devices
 
@@ -49,10 +49,11 @@ class Compiler:
         device: torch.device,
         note: Callable[[str], object],
         note_kernel: NoteKernel,
+        note_fused: NoteFused,
         capability: tuple[int, int] | None = None,
     ) -> None:
         self._device, self._capability = device, capability
-        self._note, self._note_kernel = note, note_kernel
+        self._note, self._note_kernel, self._note_fused = note, note_kernel, note_fused
         self._sight = Sight()
         self._is_compiling = False
         # The code of every function that was compiled, and the one that is.
@@ -188,7 +189,7 @@ class Compiler:
 
     @contextmanager
     def _inductor(self) -> Iterator[None]:
-        with without_kernels(self._device, self._note_kernel, self._capability), ExitStack() as stack:
+        with without_kernels(self._device, self._note_kernel, self._note_fused, self._capability), ExitStack() as stack:
             if self._capability is not None:
                 stack.enter_context(applied(inductor_on_card(self._capability)))
             yield

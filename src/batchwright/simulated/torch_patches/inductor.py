@@ -33,6 +33,9 @@ from batchwright.simulated.torch_patches.patches import Patch, applied
 
 NoteKernel = Callable[[Any, tuple[Any, ...], torch.Tensor], None]
 """Told of an operator that writes into memory that is there already: operator, arguments, where it writes."""
+NoteFused = Callable[..., None]
+"""Told of a kernel that Inductor wrote: name, how many arguments are read and written, over how many numbers it goes,
+arguments."""
 
 _SETTINGS: dict[str, dict[str, Any]] = {
     "torch._inductor.config": {
@@ -61,24 +64,26 @@ _PASSING = ("graph_id", "boxed_forward_device_index")
 
 @contextmanager
 def without_kernels(
-    device: torch.device, note_kernel: NoteKernel, capability: tuple[int, int] | None
+    device: torch.device, note_kernel: NoteKernel, note_fused: NoteFused, capability: tuple[int, int] | None
 ) -> Iterator[None]:
     """Have Inductor compile for `device`, on a card for one of this capability, without compiling kernels."""
     with ExitStack() as stack:
         for name, settings in _SETTINGS.items():
             stack.enter_context(import_module(name).patch(settings))
-        stack.enter_context(applied(_patches(device, note_kernel, capability)))
+        stack.enter_context(applied(_patches(device, note_kernel, note_fused, capability)))
         yield
 
 
-def _patches(device: torch.device, note_kernel: NoteKernel, capability: tuple[int, int] | None) -> Iterator[Patch]:
+def _patches(
+    device: torch.device, note_kernel: NoteKernel, note_fused: NoteFused, capability: tuple[int, int] | None
+) -> Iterator[Patch]:
     graph, compile_fx = import_module("torch._inductor.graph"), import_module("torch._inductor.compile_fx")
     yield Patch(graph, "get_wrapper_codegen_for_device", lambda *_, **__: _wrapper_class())
     # The wrappers that were loaded while one graph was lowered; None for one that has constants of its own.
     texts: list[str | None] = []
 
     def run_wrapper(text: str, constants: dict[str, Any]) -> Callable[..., Any]:
-        names = {**_names_of_wrapper(device, note_kernel), **constants}
+        names = {**_names_of_wrapper(device, note_kernel), "note_fused": note_fused, **constants}
         given = dict(names)
         exec(compile(text, "<Inductor's wrapper>", "exec"), names)
         names.update(given)  # over what the wrapper has imported
@@ -156,13 +161,24 @@ def _wrapper_class() -> Any:
                 return codegen.SubgraphPythonWrapperCodegen(name, parent, signatures)
             return Wrapper()
 
+        def _generate_kernel_call_helper(
+            self, kernel_name: str, call_args: Any, *, triton_meta: Any = None, **_: Any
+        ) -> None:
+            args = list(map(str, call_args))
+            signature = list((triton_meta or {}).get("signature", ()))
+            twice = sum(name.startswith("in_out_ptr") for name in signature)
+            named = zip(signature, args, strict=False)
+            numels = [value for name, value in named if name.endswith("numel")]
+            positions = " * ".join(f"({value})" for value in numels) or "None"
+            self.writeline(f"note_fused({', '.join([repr(kernel_name), str(twice), positions, *args])})")
+
         def write_get_raw_stream(self, device_idx: int, graph_name: str) -> str:
             return "None"
 
     for name in (
         *("write_header", "write_async_compile_wait", "write_triton_header_once", "write_get_raw_stream_header"),
         *("write_get_raw_stream_header_once", "write_kernel_autotune_defs_header", "add_benchmark_harness"),
-        *("_define_kernel_helper", "_generate_kernel_call_helper", "codegen_device_guard_enter"),
+        *("_define_kernel_helper", "codegen_device_guard_enter"),
         *("codegen_device_guard_exit", "_codegen_assert_size_stride"),
     ):
         setattr(Wrapper, name, write_nothing)

@@ -398,7 +398,7 @@ def program_on_card(card: SimulatedCard, *, devices: int | None = None) -> Itera
                 checkpoints_of_the_card(),
             )
         )
-        compiler = Compiler(device, trace.notes.setdefault, trace.note_kernel, card.card.capability)
+        compiler = Compiler(device, trace.notes.setdefault, trace.note_kernel, trace.note_fused, card.card.capability)
         stack.enter_context(compiler.running())
         stack.enter_context(trace)
         stack.enter_context(RedirectedCalls(device, default))
