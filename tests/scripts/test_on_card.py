@@ -524,6 +524,7 @@ def run_ranks(folder: Path, wrapped: str, count: int) -> int:
     assert seen.run.work is not None
     kinds = {work.kind for work in seen.run.work.entries}
     assert ("all_gather" in kinds, "all_reduce" in kinds) == ("fully_shard" in wrapped, True)
+    assert seen.run.parts["optimizer"] == 2 * seen.run.parts["weights"]
     return seen.run.parts["weights"]
 
 

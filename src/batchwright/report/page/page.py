@@ -17,6 +17,7 @@ from importlib.resources import files
 from typing import Any
 
 from batchwright.report.page import figures
+from batchwright.report.page.device_sections import draw_devices
 from batchwright.report.page.markup import (
     MARKS,
     Html,
@@ -489,6 +490,7 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[Any, Data], list[str]]], ...] = 
     ("speed", "How fast it runs", "throughput", draw_speed),
     ("critical", "How large a batch pays", "noise", draw_critical),
     ("time", "Which batch gets there soonest", "recommendation", draw_time),
+    ("devices", "How many devices pay", "recommendation", draw_devices),
     ("plan", "Every way to split it", "plan", _draw_plan),
     ("changes", "What would change the answer", "recommendation", _draw_changes),
     ("audit", "Is accumulation right?", "audit", _draw_audit),
@@ -505,6 +507,8 @@ def _draw_sections(run: Data) -> Iterator[Html]:
         record, title = section_of(run, stage), element("h2", heading, id=f"{name}-heading")
         is_drawn = record is not None or name in _ALWAYS_DRAWN
         pieces = draw(record, run) if is_drawn else [missing(why_missing(run, stage))]
+        if not pieces or (name == "devices" and not is_drawn):
+            continue  # most runs compare no devices
         yield element("section", title, *pieces, id=name, aria_labelledby=f"{name}-heading")
 
 

@@ -17,6 +17,7 @@ from batchwright.report.page.chart import (
     size_scale,
     size_ticks,
 )
+from batchwright.report.page.device_sections import draw_step_seconds
 from batchwright.report.page.markup import (
     Html,
     capitalized,
@@ -63,6 +64,7 @@ def draw_speed(record: Data, run: Data) -> list[str]:
         _speed_lead(record, fastest),
         at_both_widths(partial(_speed_chart, shown, fastest, number_in(record, "devices"), source)),
         legend((f"point {source}", f"whole steps ({source})"), (f"whisker {source}", spread)),
+        *draw_step_seconds(record),
         remarks(texts_in(record, "notes")),
     ]
 

@@ -357,7 +357,9 @@ def is_asserting(frame: FrameType) -> bool:
 
 def _touches_card(args: Any, kwargs: Any) -> bool:
     return any(
-        isinstance(value, FakeTensor) or (isinstance(value, torch.device) and value.type in ("cuda", NAME))
+        isinstance(value, FakeTensor)
+        or (isinstance(value, torch.device) and value.type in ("cuda", NAME))
+        or (type(value).__name__ == "DTensor" and isinstance(value._local_tensor, FakeTensor))
         for value in tree_iter((args, kwargs))
     )
 
