@@ -78,3 +78,17 @@ def test_the_report_draws_it_as_predicted(tuned: Any) -> None:
     assert "whole steps (predicted)" in page
     assert "point predicted" in page
     assert "measured" not in page
+    assert "Seconds of a step by micro-batch" in page
+
+
+def test_the_report_draws_the_run_over_devices_and_leaves_the_section_out_where_none_were_compared(tuned: Any) -> None:
+    from batchwright.report.page.page import draw_page
+
+    page = draw_page(tuned.run)
+    assert "How many devices pay" in page
+    assert f"up to {tuned.run['recommendation']['by_devices']['worth']} pay" in page
+    assert ">cost</th>" in page
+    without = {**tuned.run, "recommendation": {**tuned.run["recommendation"], "by_devices": None}}
+    assert "How many devices pay" not in draw_page(without)
+    broken = {**tuned.run, "recommendation": {"by_devices": {"rows": [{"devices": "many"}, 3], "worth": None}}}
+    assert "How many devices pay" not in draw_page(broken)
