@@ -104,7 +104,9 @@ def _without_a_rule(error: Exception) -> str:
 
 def _place_of(error: Exception) -> list[str]:
     """Return the user's line that an error came from, as the details of another."""
-    line = users_line(traceback.extract_tb(error.__traceback__))
+    # What Dynamo looks at does not run, so its frames are in no traceback: it keeps the stack of the user's code.
+    seen = getattr(error, "real_stack", None) or ()
+    line = users_line((*traceback.extract_tb(error.__traceback__), *seen))
     return [f"at {line}"] if line else []
 
 

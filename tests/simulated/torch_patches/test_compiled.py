@@ -192,8 +192,9 @@ def test_a_graph_that_inductor_refuses_is_traced_as_eager_and_says_so() -> None:
 
 
 def test_an_operator_without_a_fake_rule_is_named_with_the_users_line() -> None:
-    with pytest.raises(CannotTraceError, match=r"(?s)tests_compiled::thrice.*register_fake"):
+    with pytest.raises(CannotTraceError, match=r"(?s)tests_compiled::thrice.*register_fake") as caught:
         found(lambda: torch.compile(Custom(thrice)))
+    assert "return self.operator(self.layer(x))" in str(caught.value)
 
 
 def test_a_recompile_storm_ends_as_torch_has_it_and_says_so() -> None:
