@@ -69,6 +69,7 @@ WITH_TORCH = (
     "report run.json run.json -o two.html",
     "estimate --on cpu -- python program.py --batch-size 4",
     "fit --memory 1GiB -- python program.py --batch-size {micro_batch}",
+    "calibrate",
     "check",
 )
 # These may say no: the check of a config whose numbers disagree, noise without an upper end.

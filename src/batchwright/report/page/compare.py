@@ -97,7 +97,8 @@ def compare_runs(first: Data, second: Data) -> list[Line]:
         if one is None and other is None:
             continue
         before, after = _cell(first, quantity), _cell(second, quantity)
-        lines.append(Line(quantity.name, before, after, _change(quantity, first, second), one == other))
+        # What is written the same is the same: the last bits of a training differ from run to run.
+        lines.append(Line(quantity.name, before, after, _change(quantity, first, second), before == after))
     for name, section, key in _WORDS:
         texts = [text_in(section_of(run, section), key) for run in (first, second)]
         if any(texts):
@@ -192,9 +193,9 @@ def _side_by_side(first: Data, second: Data, names: tuple[str, str]) -> Html:
 def _table(lines: list[Line], names: tuple[str, str]) -> Html:
     columns: list[tuple[str, list[str]]] = [
         ("what", [line.name for line in lines]),
-        ("change", [line.change for line in lines]),
         (breakable(names[0]), [line.before for line in lines]),
         (breakable(names[1]), [line.after for line in lines]),
+        ("change", [line.change for line in lines]),
     ]
     return table(columns, label="Table of what changed", stacks=True)
 
