@@ -92,7 +92,7 @@ def test_coupled_weight_decay_is_left_alone_and_said_so() -> None:
     assert any("weight decay stays at 0.0001" in note for note in change.notes)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "", "shampoo" * 30, 7])
+@pytest.mark.parametrize("optimizer", ["sophia", "", "shampoo" * 30, 7])
 def test_an_optimizer_without_a_rule_is_an_answer(optimizer: Any) -> None:
     change = learning_rate_change(optimizer, 64, 256, known(300.0), learning_rate=0.1)
     assert change.factor is None
