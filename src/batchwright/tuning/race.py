@@ -31,7 +31,7 @@ from batchwright.planning.likely_time import CHANCE, RacedSteps
 from batchwright.planning.plan import plan
 from batchwright.planning.time_to_loss import StepSeconds
 from batchwright.state.untouched import untouched
-from batchwright.tuning.recommendation import (
+from batchwright.tuning.choice import (
     Choice,
     choose,
     pick_critical,

@@ -19,7 +19,7 @@ from batchwright.errors import BatchwrightError
 from batchwright.noise.branch_training import BranchRequest, SeedBranches, averaged
 from batchwright.planning.time_to_loss import StepSeconds
 from batchwright.state.untouched import untouched
-from batchwright.tuning.recommendation import choose, pick_critical, plan_horizon, recommend_rate, seconds_to_horizon
+from batchwright.tuning.choice import choose, pick_critical, plan_horizon, recommend_rate, seconds_to_horizon
 from batchwright.units import counted
 
 if TYPE_CHECKING:
