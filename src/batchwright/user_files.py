@@ -57,6 +57,20 @@ def read_bytes(file: str | Path, *, most_bytes: int = MOST_BYTES, may_be_pipe: b
     return bytes(content)
 
 
+def cache_folder() -> Path | None:
+    """Return where what batchwright remembers is kept: $BATCHWRIGHT_CACHE, else in the user's cache folder, if any."""
+    given = os.environ.get("BATCHWRIGHT_CACHE")
+    try:
+        if given:
+            return Path(given).expanduser()
+        local = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", "")
+        # A relative path is to be ignored, by the XDG specification.
+        caches = Path(local) if local and Path(local).is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        return None  # the user has no home
+    return caches / "batchwright"
+
+
 def replace_file(file: str | Path, content: bytes, *, what: str, option: str) -> None:
     """Write a file beside and put it in its place, or leave the one before and raise an error that names `what`."""
     try:

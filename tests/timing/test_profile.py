@@ -13,9 +13,18 @@ import torch
 from torch import nn
 
 import batchwright as bw
+from batchwright.catalogue.cards import find_card
 from batchwright.errors import InvalidInputError
 from batchwright.timing.calibrate import calibrate
-from batchwright.timing.profile import Machine, Profile, default_file, profile_here, read_profile, write_profile
+from batchwright.timing.profile import (
+    Machine,
+    Profile,
+    default_file,
+    profile_here,
+    profile_of_card,
+    read_profile,
+    write_profile,
+)
 from batchwright.timing.step_time import NoTime, StepTime, time_here
 from batchwright.trace.work import StepWork, Work
 
@@ -83,6 +92,19 @@ def test_an_estimate_on_this_cpu_uses_the_profile_and_says_when_it_does_not_hold
     other = bw.estimate(workload(), micro_batch=4, on="cpu").time
     assert isinstance(other, NoTime)
     assert "is of another machine: torch 1.0.0" in other.reason
+
+
+def test_without_a_home_there_is_no_profile_and_no_place_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("BATCHWRIGHT_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert profile_here()[0] is None
+    assert profile_of_card(find_card("a100-40gb")) is None
+    with pytest.raises(InvalidInputError, match="no home folder"):
+        default_file(Machine.here())
 
 
 def test_a_card_that_was_profiled_anywhere_is_predicted_by_its_profile(

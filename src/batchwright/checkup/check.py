@@ -32,8 +32,8 @@ from batchwright.checkup.parts import PARTS, NotHereError
 from batchwright.checkup.small_gpt import NAME, workload
 from batchwright.device.device import open_device, present_devices
 from batchwright.errors import BatchwrightError, InvalidInputError
-from batchwright.fitting.cache import answers_folder
 from batchwright.units import format_bytes
+from batchwright.user_files import cache_folder
 
 PACKAGES = ("torch", "numpy", "click", "rich", "transformers", "accelerate", "lightning", "deepspeed", "peft", "triton")
 MICRO_BATCH = 16
@@ -214,5 +214,5 @@ def _unnamed(text: str) -> str:
 
 
 def _cache_folder() -> str:
-    folder = answers_folder()
+    folder = cache_folder()
     return "none: there is no home folder" if folder is None else str(folder).replace(str(Path.home()), "~", 1)

@@ -40,7 +40,7 @@ from batchwright.state.untouched import untouched
 from batchwright.targets import Target, is_installed_or_ours
 from batchwright.trace.run import build_skeleton
 from batchwright.units import LARGEST_COUNT, shortened
-from batchwright.user_files import read_bytes, write_whole
+from batchwright.user_files import cache_folder, read_bytes, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -229,16 +229,8 @@ class Answers:
 
 def answers_folder() -> Path | None:
     """Return where answers are kept; None if the user has no home."""
-    given = os.environ.get("BATCHWRIGHT_CACHE")
-    try:
-        if given:
-            return Path(given).expanduser() / "fits"
-        local = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", "")
-        # A relative path is to be ignored, by the XDG specification.
-        caches = Path(local) if local and Path(local).is_absolute() else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return caches / "batchwright" / "fits"
+    folder = cache_folder()
+    return None if folder is None else folder / "fits"
 
 
 def _read_entry(text: bytes, key: str) -> Remembered:

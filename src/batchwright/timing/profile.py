@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import re
 from bisect import bisect_left
@@ -28,7 +27,7 @@ import torch
 from batchwright.catalogue.cards import find_card
 from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
-from batchwright.user_files import read_text, replace_file
+from batchwright.user_files import cache_folder, read_text, replace_file
 
 if TYPE_CHECKING:
     from batchwright.catalogue.cards import Card
@@ -178,9 +177,9 @@ def _near(points: Sequence[Point], place: tuple[float, ...]) -> float:
 
 def default_file(machine: Machine) -> Path:
     """Return where a machine's profile is kept: in $BATCHWRIGHT_CACHE, else in the user's cache folder."""
-    given = os.environ.get("BATCHWRIGHT_CACHE")
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(given) if given else Path(caches) / "batchwright"
+    folder = cache_folder()
+    if folder is None:
+        raise InvalidInputError("there is no home folder to keep a profile in.", remedy="set BATCHWRIGHT_CACHE")
     name = re.sub(r"[^a-z0-9]+", "-", machine.device.lower()).strip("-") or "machine"
     threads = f"-{machine.threads}-threads" if machine.threads else ""
     return folder / "profiles" / f"{name}{threads}.json"
@@ -233,8 +232,8 @@ def _check(profile: Profile, file: str | Path) -> None:
 
 def profile_of_card(card: Card) -> Profile | None:
     """Return the profile that was made on such a card, here or elsewhere; None where there is none of this torch."""
-    folder = default_file(Machine("any", 0, "")).parent
-    for file in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+    folder = cache_folder()
+    for file in sorted((folder / "profiles").glob("*.json")) if folder else ():
         profile = read_profile(file)
         with suppress(InvalidInputError):
             if find_card(profile.machine.device) == card and profile.machine.torch == torch.__version__:
@@ -245,8 +244,7 @@ def profile_of_card(card: Card) -> Profile | None:
 def profile_here(device: str = "cpu") -> tuple[Profile | None, str]:
     """Return this machine's profile, or None and why there is none that holds."""
     machine = Machine.here(device)
-    file = default_file(machine)
-    if not file.exists():
+    if cache_folder() is None or not (file := default_file(machine)).exists():
         return None, "this machine was not calibrated: `batchwright calibrate` takes a minute"
     profile = read_profile(file)
     differs = profile.machine.difference(machine)

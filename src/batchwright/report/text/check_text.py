@@ -59,7 +59,7 @@ def _lines(check: Check) -> Iterator[str]:
             yield f"{part.name} failed:"
             yield from (f"  {line}" for line in part.error.splitlines())
     yield ""
-    yield f"answers of fit are remembered in {check.cache_folder}; nothing else is kept outside the package."
+    yield f"what fit and calibrate remember is in {check.cache_folder}; nothing else is kept outside the package."
 
 
 def _probe_lines(check: Check) -> Iterator[str]:
