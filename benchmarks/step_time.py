@@ -4,6 +4,9 @@
                                                            nor its family of cards; then those set aside
     python benchmarks/step_time.py --traces FILE --fit     fit all rows but those set aside, write the constants
     python benchmarks/step_time.py --traces FILE --json F  also write every row
+    python benchmarks/step_time.py --traces FILE --written fit nothing: by the constants that are written, how efficient
+                                                           more devices are, and how exact a step is once another
+                                                           size was measured (rows set aside are left out)
 
 FILE keeps the traces (step_cases/traces.py makes what is missing; torchvision and timm as in
 gpu_cases/outside_packages.py). The rows are those of data/throughput_cases.json.gz, built by benchmarks/step_cases;
@@ -140,12 +143,33 @@ def judge_scaling(samples: Sequence[Sample], predict: Callable[[Sample], float])
     print(f"{near:.1%} within 10")
 
 
+def judge_one_step(samples: Sequence[Sample], predict: Callable[[Sample], float]) -> None:
+    """Print how exact steps are after one of another size, of the same workload on the same card, was measured."""
+    alike: dict[tuple[Any, ...], list[Sample]] = defaultdict(list)
+    for s in samples:
+        row = s.row
+        alike[row.source, row.workload, row.card, row.precision, row.layout, row.settings, row.devices].append(s)
+    before, after = [], []
+    for group in alike.values():
+        for given in group:
+            factor = given.row.seconds / predict(given)
+            others = [s for s in group if s.row.micro_batch != given.row.micro_batch]
+            before += [s.row.seconds / predict(s) for s in others]
+            after += [s.row.seconds / predict(s) / factor for s in others]
+    print(f"\none measured step sets the others right: {len(after)} pairs of sizes")
+    for label, ratios in (("before", before), ("after", after)):
+        off = [100 * abs(1 / ratio - 1) for ratio in ratios]
+        ends = ", ".join(f"{quantile(ratios, share):.2f}" for share in (0.05, 0.95))
+        print(f"  {label:<46} median {quantile(off, 0.5):5.1f}  p90 {quantile(off, 0.9):6.1f}  true / predicted {ends}")
+
+
 def main() -> int:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--aside", action="store_true", help="also judge what was set aside")
+    parser.add_argument("--written", action="store_true", help="fit nothing: scaling and one measured step")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -161,6 +185,12 @@ def main() -> int:
         print(f"  left out {count:4}  {reason}")
 
     prior = fitted_constants()
+    if options.written:
+        # What the fit found for hosts and libraries of 2018 to 2020.
+        written = Fitted(prior, old_host=1.7)
+        judge_scaling(samples, written.seconds)
+        judge_one_step(samples, written.seconds)
+        return 0
     fits = cross_fit(samples, prior)
     intervals = intervals_of(samples, fits)
     fits = {name: replace(f, constants=replace(f.constants, intervals=intervals)) for name, f in fits.items()}

@@ -12,6 +12,7 @@ from torch import nn
 import batchwright as bw
 from batchwright.errors import InvalidInputError
 from batchwright.memory.on_card import read_run
+from batchwright.timing.step_time import StepTime
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,6 +60,21 @@ def test_what_a_run_took_beyond_its_prediction_is_added_at_every_size(tmp_path: 
     assert set_right.peak_bytes.reserved == plain.peak_bytes.reserved + (4 << 20)
     assert set_right.parts["context"] == 200 << 20
     assert set_right.peak_bytes.device == set_right.peak_bytes.reserved + (200 << 20)
+
+
+def test_the_seconds_of_a_run_set_the_predicted_ones_right(tmp_path: Path) -> None:
+    plain = bw.estimate(workload(), micro_batch=8, on=CARD).time
+    assert isinstance(plain, StepTime)
+    write_run(tmp_path / "run.json", seconds=3 * plain.seconds)
+    answers = [bw.estimate(workload(), micro_batch=n, on=CARD, calibrate=tmp_path / "run.json") for n in (8, 4096)]
+    time = answers[0].time
+    assert isinstance(time, StepTime)
+    assert time.seconds == pytest.approx(3 * plain.seconds)
+    assert time.low < time.seconds < time.high
+    assert "times 3 by the recorded run" in str(answers[1])
+    write_run(tmp_path / "run.json", seconds="long")
+    with pytest.raises(InvalidInputError, match="has a step of no seconds"):
+        read_run(tmp_path / "run.json")
 
 
 @pytest.mark.parametrize(

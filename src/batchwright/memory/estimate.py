@@ -117,7 +117,8 @@ def estimate(
       node. A latency may follow: "400Gb/s,20us".
     - `allocator`: a card's settings as PYTORCH_ALLOC_CONF has them.
     - `snapshot`: a file to write PyTorch's own memory snapshot of the run to, for pytorch.org/memory_viz.
-    - `calibrate`: a file that `record_run` wrote on such a card; corrects the fixed parts.
+    - `calibrate`: a file that `record_run` wrote on such a card; corrects the fixed parts, and scales
+      the seconds.
     - `what_if`: also predict what each change of the set-up would save.
     - `progress`: called with a line of text before each trace.
     """
@@ -248,11 +249,7 @@ def estimate(
         max_limited_by=_end_of_search(size, cap) if is_search else None,
         savings=savings,
         fits=fits,
-        time=(
-            time_on_cpu(run.work, size, step)
-            if place is None
-            else time_on(place.card, run.work, size, step, between_nodes)
-        ),
+        time=(time_on_cpu(run.work, size, step) if place is None else place.timed(run.work, size, between_nodes)),
         context=_context_taken(place),
     )
 

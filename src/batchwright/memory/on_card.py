@@ -2,7 +2,7 @@
 
 `record_run` runs full steps on a real card and writes what they took. `estimate(..., calibrate=FILE)` traces the same
 step at the same size on the simulated card, and takes what the two differ by as fixed: what the context and the
-libraries of that machine take, whatever the size. Never run by us on a card: there was none.
+libraries of that machine take, whatever the size; seconds by their ratio. Never run by us on a card: there was none.
 
 Promises:
 - the peaks are those of a card with room to spare, as a run shows them that is far from the limit; where they are
@@ -38,14 +38,26 @@ from batchwright.simulated.allocator.caching_allocator import (
 )
 from batchwright.simulated.allocator.settings import AllocatorSettings
 from batchwright.simulated.card import SimulatedCard
+from batchwright.timing.on_card import time_on
+from batchwright.timing.step_time import NoTime, StepTime
 from batchwright.trace.run import Traced, trace_workload
-from batchwright.units import PeakBytes, format_bytes, parse_bytes, shortened, whole_number
+from batchwright.units import (
+    PeakBytes,
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+    positive_number,
+    shortened,
+    whole_number,
+)
 from batchwright.user_files import check_place, read_text, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from batchwright.timing.collectives import Network
+    from batchwright.trace.work import StepWork
     from batchwright.workload import Workload
 
 
@@ -66,6 +78,8 @@ class RecordedRun:
     clip_norm: float | None = None
     torch_version: str = ""
     cuda_version: str = ""
+    seconds: float | None = None
+    """Of the last full step."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run as plain data, as it is written."""
@@ -75,7 +89,8 @@ class RecordedRun:
         shape = "".join(f", {name} {value}" for name, value in self.shape.items())
         kinds = ((kind, getattr(self.peak_bytes, kind)) for kind in ("allocated", "reserved", "device"))
         peaks = ", ".join(f"{format_bytes(size)} {kind}" for kind, size in kinds if size is not None)
-        return f"{self.name} on {self.product}: micro-batch {self.micro_batch:,}{shape}: peak {peaks}"
+        took = "" if self.seconds is None else f", a step in {format_seconds(self.seconds)}"
+        return f"{self.name} on {self.product}: micro-batch {self.micro_batch:,}{shape}: peak {peaks}{took}"
 
 
 def record_run(
@@ -113,6 +128,7 @@ def record_run(
         clip_norm,
         torch.__version__,
         torch.version.cuda or "",
+        outcome.step_seconds,
     )
     if file is not None:
         text = json.dumps(run.to_dict(), indent=2) + "\n"
@@ -142,6 +158,9 @@ def read_run(file: str | Path) -> RecordedRun:
     if not isinstance(run.shape, dict):
         raise InvalidInputError(f"'{file}' has a shape that is no table of names: {shortened(run.shape)}.")
     _check_peaks(run.peak_bytes, file)
+    if run.seconds is not None:
+        accepted = f"'{file}' has a step of no seconds: they are a number above 0"
+        positive_number(run.seconds, accepted, least=1e-9, most=1e9)
     return run
 
 
@@ -163,6 +182,8 @@ class Correction:
     allocated: int
     reserved: int
     context: int | None
+    seconds: float | None = None
+    """The seconds of a step over those predicted."""
 
     @staticmethod
     def between(run: RecordedRun, predicted: PeakBytes) -> Correction:
@@ -415,7 +436,17 @@ class OnCard:
             )
         step = replace(self.step, shape=run.shape, accumulation=run.accumulation, clip_norm=run.clip_norm)
         predicted = trace_workload(self.workload, run.micro_batch, step, card=self.roomy())
-        return replace(self, correction=Correction.between(run, predicted.on_card[0]))
+        correction = Correction.between(run, predicted.on_card[0])
+        time = None if run.seconds is None else time_on(self.card, predicted.work, run.micro_batch, step)
+        if run.seconds is not None and isinstance(time, StepTime):
+            correction = replace(correction, seconds=run.seconds / time.seconds)
+        return replace(self, correction=correction)
+
+    def timed(self, work: StepWork | None, micro_batch: int, network: Network | None = None) -> StepTime | NoTime:
+        """Return the seconds of a step, set right by what a recorded run took."""
+        time = time_on(self.card, work, micro_batch, self.step, network)
+        factor = None if self.correction is None else self.correction.seconds
+        return time.set_right(factor) if factor is not None and isinstance(time, StepTime) else time
 
     def write_snapshot(self, micro_batch: int, file: Path) -> None:
         """Trace it once more on the card as it is, and write PyTorch's own memory snapshot of the run.

@@ -30,7 +30,7 @@ def describe_time(time: StepTime | NoTime) -> Iterator[str]:
     mfu = "" if time.mfu is None else f", MFU {time.mfu:.0%}"
     yield (
         f"a step takes {format_seconds(time.seconds)} [{format_seconds(time.low)}, {format_seconds(time.high)}], "
-        f"{format_rate(time.samples_per_second)} samples/s{mfu}, bound by {_BOUNDS[time.bound_by]} (predicted)."
+        f"{format_rate(time.samples_per_second)} samples/s{mfu}, bound by {_BOUNDS[time.bound_by]} ({time.source})."
     )
     yield from (f"  unsure: {reason}." for reason in time.unsure)
     if time.helps:
