@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import rank_group
 import torch
 import torch.distributed as dist
-from rank_cases import PIPELINES, cases_of
+from rank_cases import ACCUMULATION, PIPELINES, cases_of
 from torch.profiler import ProfilerActivity, profile
 
 from batchwright.catalogue.cards import find_card
@@ -48,16 +48,15 @@ STEPS, MICRO_BATCH = 3, 4
 _BAR = 1.0
 
 
-def really(workload: Workload) -> int:
+def really(workload: Workload, accumulation: int) -> int:
     """The peak of a real run on this rank."""
     wrap, given = workload.wrap, workload.model
     assert wrap is not None
     work = replace(workload, model=lambda: apply_wrap(wrap, given()), wrap=None)
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, thrown_away():
-        run_probe(
-            work, MICRO_BATCH, StepSettings(), device=torch.device("cpu"), steps=STEPS, on_phase=lambda _: gc.collect()
-        )
+        settings = StepSettings(accumulation=accumulation)
+        run_probe(work, MICRO_BATCH, settings, device=torch.device("cpu"), steps=STEPS, on_phase=lambda _: gc.collect())
     assert profiler.profiler is not None
     events = profiler.profiler.kineto_results.events()
     held = highest = 0
@@ -74,7 +73,7 @@ def work_as_rank(name: str, folder: Path) -> None:
     torch.manual_seed(0)
     rank_group.register()
     dist.init_process_group("gloo" if name in PIPELINES else "counted")
-    peak = really(cases_of("cpu")[name])
+    peak = really(cases_of("cpu")[name], ACCUMULATION.get(name, 1))
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(peak))
     dist.barrier()
     dist.destroy_process_group()
@@ -94,7 +93,7 @@ def predict(name: str, ranks: int) -> list[int]:
     peaks = []
     for rank in range(ranks):
         card = SimulatedCard(find_card("a100-40gb"), is_roomy=True)
-        step = StepSettings(devices=ranks, rank=rank)
+        step = StepSettings(accumulation=ACCUMULATION.get(name, 1), devices=ranks, rank=rank)
         traced = trace_workload(workload, MICRO_BATCH, step, steps=STEPS, card=card)
         peaks.append(find_peak(traced.log, _without_libraries).num_bytes)
         if not any("pipeline" in note for note in traced.notes):

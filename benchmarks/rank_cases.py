@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -260,6 +261,51 @@ def mixture() -> Model:
     return model
 
 
+def sharded(reshard: Any = None, *, head_reshard: Any = None, then: Any = None, **options: Any) -> Any:
+    """FSDP2 over every layer and the rest; `then` does more to the model."""
+
+    def wrap(model: Any) -> Any:
+        for layer in model.layers:
+            fully_shard(layer, reshard_after_forward=reshard, **options)
+        fully_shard(model.head, reshard_after_forward=reshard if head_reshard is None else head_reshard, **options)
+        fully_shard(model, reshard_after_forward=reshard, **options)
+        if then is not None:
+            then(model)
+        return model
+
+    return wrap
+
+
+def synced_every_second(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Two micro-batches a step, whose gradients are reduced after the second."""
+    model.num_micro_batches = getattr(model, "num_micro_batches", 0) + 1
+    model.set_requires_gradient_sync(model.num_micro_batches % 2 == 0)
+    return token_loss(model(tokens), tokens)
+
+
+# Micro-batches of a step, where it is not one.
+ACCUMULATION = {"FSDP2, gradients reduced every second time": 2, "FSDP2, two micro-batches": 2}
+
+
+def sharded_cases() -> dict[str, Workload]:
+    """FSDP2 in all its forms."""
+    in_bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return {
+        "FSDP2": trained(sharded()),
+        "FSDP2, resharded after forward": trained(sharded(True)),
+        "FSDP2, kept after forward": trained(sharded(False)),
+        "FSDP2, kept in pairs": trained(sharded(2)),
+        "FSDP2, the head kept": trained(sharded(True, head_reshard=False)),
+        "FSDP2, kept after backward": trained(
+            sharded(True, then=lambda model: model.set_reshard_after_backward(False))
+        ),
+        "FSDP2, two micro-batches": trained(sharded(True)),
+        "FSDP2, gradients reduced every second time": trained(sharded(True), loss=synced_every_second),
+        "FSDP2, bf16, reduced in fp32": trained(sharded(True, mp_policy=in_bf16)),
+        "FSDP2, bf16, reduced in fp32, kept": trained(sharded(False, mp_policy=in_bf16)),
+    }
+
+
 PIPELINES: dict[str, dict[str, Any]] = {
     "1F1B": {"kind": Schedule1F1B},
     "GPipe": {"kind": ScheduleGPipe},
@@ -277,4 +323,5 @@ def cases_of(device: str) -> dict[str, Workload]:
         "tensor parallel": trained(over_tensors(device), optimizer=one_by_one),
         "sequence parallel": trained(over_tensors(device, sequence=True), optimizer=one_by_one),
         "expert parallel": trained(over_experts(device), model=mixture, optimizer=one_by_one),
+        **sharded_cases(),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -51,20 +52,22 @@ class _CountedGroup(_Group):  # type: ignore[misc]
     def getGroupName(self) -> str:  # noqa: N802 - torch's own name
         return self._name
 
-    def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        own = _outside(tensor)
-        parts = [_outside(tensor) for _ in range(self.size())]
-        self._gloo.allgather([parts], [own]).wait()
+    def _gathered(self, tensor: torch.Tensor) -> Any:
+        """What every rank has, by rank, as bytes."""
+        own = torch.from_numpy(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        parts = torch.from_numpy(numpy.zeros((self.size(), own.numel()), dtype=numpy.uint8))
+        parts[self.rank()] = own
+        # As a sum: gloo's own gather lays out its results in memory that is counted.
+        self._gloo.allreduce([parts]).wait()
         return parts
 
     def allgather(self, outputs: Any, inputs: Any, *_: Any) -> Any:
         for output, part in zip(outputs[0], self._gathered(inputs[0]), strict=True):
-            output.copy_(part)
+            output.view(-1).view(torch.uint8).copy_(part)
         return _Done(outputs)
 
     def _allgather_base(self, output: Any, tensor: Any, *_: Any) -> Any:
-        for place, part in zip(output.view(self.size(), -1), self._gathered(tensor), strict=True):
-            place.copy_(part.view(-1))
+        output.view(-1).view(torch.uint8).copy_(self._gathered(tensor).view(-1))
         return _Done([output])
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, *_: Any) -> Any:
@@ -97,6 +100,9 @@ class _CountedGroup(_Group):  # type: ignore[misc]
             self._reduce_scatter_base(output, tensor, options)
         return _Done(outputs)
 
+    # As newer functions of torch.distributed call them.
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
+
     def alltoall_base(self, output: Any, tensor: Any, outputs: Any, inputs: Any, *_: Any) -> Any:
         received = _outside(output)
         self._gloo.alltoall_base(received, _outside(tensor), outputs, inputs).wait()
@@ -118,7 +124,7 @@ class _CountedGroup(_Group):  # type: ignore[misc]
             output.copy_(part)
         return _Done(outputs)
 
-    def barrier(self, *_: Any) -> Any:
+    def barrier(self, *_: Any, **__: Any) -> Any:
         self._gloo.barrier().wait()
         return _Done([])
 

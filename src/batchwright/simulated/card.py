@@ -28,7 +28,7 @@ from batchwright.simulated.operators.cuda_kernels import CudaKernels, CurrentCar
 from batchwright.simulated.operators.recurrent import register_recurrent
 from batchwright.simulated.torch_patches.backend import errors_put_back, forget_taken, is_on_card, switched_on
 from batchwright.simulated.torch_patches.patches import Patch, TorchPatches, applied, undone
-from batchwright.simulated.torch_patches.redirected_calls import modules_move_in_place
+from batchwright.simulated.torch_patches.redirected_calls import hooks_of_saved_tensors, modules_move_in_place
 from batchwright.simulated.torch_patches.torch_cuda import answering_for
 from batchwright.units import PeakBytes, format_bytes
 
@@ -93,7 +93,7 @@ class SimulatedCard:
             undone(forget_casts),
             undone(forget_taken),
             applied(answering_for(self.card, self.allocator), modules_move_in_place(), errors_put_back()),
-            applied([Patch(CurrentCard, "card", self.card)]),
+            applied([Patch(CurrentCard, "card", self.card)], hooks_of_saved_tensors()),
         ):
             yield device
 

@@ -209,6 +209,10 @@ def _tensors_of(module: nn.Module, *, without: Container[int]) -> list[torch.Ten
     return tensors
 
 
+# Bytes on the host below which nothing is said: counters, and losses that are printed.
+_WORTH_TELLING = 2**20
+
+
 @dataclass(frozen=True)
 class Traced:
     """The log of a run, and what has to be said about it."""
@@ -387,6 +391,9 @@ def _trace_on(
         notes.append("single random numbers were taken as 1, so that layerdrop skips no layer")
     if trace.routing.was_assumed:
         notes.append(trace.routing.note)
+    if trace.storages.most_on_host >= _WORTH_TELLING:
+        held = format_bytes(trace.storages.most_on_host)
+        notes.append(f"on the host, beside batches: up to {held} (weights, states, gradients, activations kept there)")
     routing = trace.routing.assumption if trace.routing.was_assumed else None
     return Traced(trace.log, (*notes, *trace.notes), routing, trace.hides_memory, work=trace.work.last_step())
 

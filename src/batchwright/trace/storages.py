@@ -202,6 +202,9 @@ class FollowedStorages:
         # Not weakref.finalize: its registry is the process's, and would hold the trace as long as any storage lives,
         # while the trace holds the storages.
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        # What lies on the host while a card is traced, but for batches.
+        self._on_host: dict[int, int] = {}
+        self._bytes_on_host = self.most_on_host = 0
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """Return the block a tensor lies in, if it is followed."""
@@ -216,6 +219,8 @@ class FollowedStorages:
         if not self._memory.holds(local_part(tensor)):
             # Another memory is another question; but a tensor's values may be known, and must be forgotten in time.
             self._await_death(storage, key)
+            if self.log.phase != "batch":
+                self.note_on_host(tensor)
             return False
         block = self._alive.get(key)
         if block is not None:
@@ -227,6 +232,17 @@ class FollowedStorages:
         self._await_death(storage, key)
         return True
 
+    def note_on_host(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that the step keeps on the host: a weight, its state, or what was copied from the card."""
+        tensor = local_part(tensor)
+        if self._memory.holds(tensor) or not isinstance(tensor, FakeTensor):
+            return
+        storage = tensor.untyped_storage()
+        self._bytes_on_host += storage.nbytes() - self._on_host.get(storage._cdata, 0)
+        self._on_host[storage._cdata] = storage.nbytes()
+        self.most_on_host = max(self.most_on_host, self._bytes_on_host)
+        self._await_death(storage, storage._cdata)
+
     def _await_death(self, storage: torch.UntypedStorage, key: int) -> None:
         if key not in self._deaths:
             self._deaths[key] = weakref.ref(storage, lambda _: self._storage_died(key))
@@ -235,6 +251,7 @@ class FollowedStorages:
         """Follow nothing any more: the run is over."""
         self._deaths.clear()
         self._alive.clear()
+        self._on_host.clear()
 
     def _resized(self, block: Block, num_bytes: int, operator: str) -> None:
         if num_bytes == block.num_bytes:
@@ -284,6 +301,7 @@ class FollowedStorages:
 
     def _storage_died(self, key: int) -> None:
         self._deaths.pop(key, None)
+        self._bytes_on_host -= self._on_host.pop(key, 0)
         block = self._alive.pop(key, None)
         if block is not None:
             self.died(block)

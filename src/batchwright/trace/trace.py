@@ -276,7 +276,7 @@ class Trace(TorchDispatchMode):
 
     def _mark_optimizer_state(self) -> None:
         for optimizer in self.optimizers:
-            for parameter, state in optimizer.state.items():
+            for parameter, state in getattr(optimizer, "state", {}).items():  # torchao's CPUOffloadOptimizer has none
                 name = self._owners.get(parameter, "") if isinstance(parameter, torch.Tensor) else ""
                 for tensor in tree_iter(state):
                     if isinstance(tensor, torch.Tensor):
@@ -290,6 +290,7 @@ class Trace(TorchDispatchMode):
             self._owners[parameter] = name
             for piece in pieces_of(parameter):
                 self.storages.see(piece, "parameter")
+                self.storages.note_on_host(piece)
             self.mark(parameter, "weights", "parameter", name)
             if parameter.requires_grad:
                 self._hooks.callback(parameter.register_post_accumulate_grad_hook(self._mark_gradient).remove)

@@ -2,8 +2,8 @@
 
 Replaces: torch.cuda.FloatTensor and its like, torch.set_default_device, torch.get_default_device,
 torch.set_default_tensor_type, torch.Tensor.__new__, torch.nn.Module._apply,
-torch.autograd.function.BackwardCFunction.apply. The rest is seen through a `TorchFunctionMode`, `RedirectedCalls`, and
-replaces nothing.
+torch.autograd.function.BackwardCFunction.apply, torch.autograd.graph.saved_tensors_hooks.__enter__. The rest is seen
+through a `TorchFunctionMode`, `RedirectedCalls`, and replaces nothing.
 
 Promises:
 - `device="cuda"`, `.cuda()`, `.to("cuda")`, `.to(0)`, `.type("torch.cuda.FloatTensor")` and `torch.device("cuda")` as a
@@ -12,7 +12,7 @@ Promises:
 - a tensor on the card says of itself what one on a GPU says: `is_cuda`, `device` is `cuda:0`;
 - indices that are lists, ranges or arrays work as on a GPU, and one index is told from several as torch does it; a
   tensor of the host cannot be indexed with one of the card, as on CUDA;
-- so does what a backward pass calls in Python, in a function's own backward;
+- so does what a backward pass calls in Python, in a function's own backward, and what packs and unpacks saved tensors;
 - `torch.tensor(..., device="cuda")`, which escapes fake tensors, is made on the host and moved;
 - where a module is moved, a parameter, gradient or buffer that is already there stays the very same, and any other is
   moved within itself, so that an optimizer which holds it goes on holding it.
@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -276,6 +277,36 @@ def backwards_of_functions() -> Iterator[Patch]:
                 _set_aside.append(mode)
 
     yield Patch(BackwardCFunction, "apply", apply_on_card)
+
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def hooks_of_saved_tensors() -> Iterator[Patch]:
+    """Lead to the card what a program's own hooks on saved tensors do, which torch calls from inside of operators."""
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    enter: Any = hooks.__enter__
+
+    def enter_on_card(context: Any) -> None:
+        mode = _get_current_function_mode()
+        code = getattr(context.pack_hook, "__code__", None)
+        # Torch's own (checkpoints, save_on_cpu) ask each tensor for its true device.
+        is_own = code is not None and not code.co_filename.startswith(_TORCH)
+        if not isinstance(mode, RedirectedCalls) or not is_own:
+            enter(context)
+            return
+        led = (_run_under(mode, hook) for hook in (context.pack_hook, context.unpack_hook))
+        torch._C._autograd._push_saved_tensors_default_hooks(*led)
+
+    yield Patch(hooks, "__enter__", enter_on_card)
+
+
+def _run_under(mode: RedirectedCalls, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def run(value: Any) -> Any:
+        with nullcontext() if _get_current_function_mode() is mode else mode:
+            return hook(value)
+
+    return run
 
 
 class RedirectedCalls(TorchFunctionMode):
