@@ -269,3 +269,12 @@ class TracedMemory(Protocol):
 
     def free(self, block: Any) -> None:
         """Give memory back."""
+
+    def record_stream(self, block: Any, stream: int) -> None:
+        """Note that a stream uses memory that was taken on another one."""
+
+    def launched(self) -> None:
+        """Note that an operator was launched."""
+
+    def waited_for(self) -> None:
+        """Note that the host waited for all that was launched."""

@@ -69,6 +69,7 @@ class SimulatedCard:
         self.history = history
         self.kernels = CudaKernels(card, self.allocator)
         self.requests = Requests()
+        self.allocator.when_passed = self.requests.passed
 
     def twin(self) -> SimulatedCard:
         """Return such a card on which nothing has run: that of another rank."""
@@ -117,6 +118,18 @@ class SimulatedCard:
         """Give memory back to the allocator."""
         self.requests.gave_back(block)
         self.allocator.free(block)
+
+    def record_stream(self, block: Block, stream: int) -> None:
+        """Note that another stream uses a block."""
+        self.allocator.record_stream(block, stream)
+
+    def launched(self) -> None:
+        """Note that an operator was launched."""
+        self.allocator.launched()
+
+    def waited_for(self) -> None:
+        """Note that the host waited for the card: all that was launched has passed."""
+        self.allocator.passed()
 
     def snapshot(self) -> dict[str, Any]:
         """Return what `torch.cuda.memory._snapshot()` would, of a card with a history."""

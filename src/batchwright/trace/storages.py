@@ -182,6 +182,15 @@ class HostMemory:
     def free(self, _: None) -> None:
         """Give nothing back."""
 
+    def record_stream(self, _: None, __: int) -> None:
+        """Note nothing: the host has no streams."""
+
+    def launched(self) -> None:
+        """Note nothing: the host waits for its operators."""
+
+    def waited_for(self) -> None:
+        """Note nothing."""
+
 
 class FollowedStorages:
     """Knows which block every living storage is."""
@@ -273,6 +282,22 @@ class FollowedStorages:
             return resized
 
         yield Patch(torch.UntypedStorage, "resize_", resize_and_note)
+
+    def seeing_streams(self) -> Iterator[Patch]:
+        """See which memory a stream uses besides the one that it was taken on."""
+
+        def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+            block = self.block_of(tensor)
+            if block is not None:
+                self._memory.record_stream(block.handle, getattr(stream, "cuda_stream", 0))
+
+        yield Patch(torch.Tensor, "record_stream", record_stream)
+
+    def note_launch(self, tensor: torch.Tensor | None) -> None:
+        """Note that an operator runs; one that reads a tensor of the card on the host waits for it."""
+        self._memory.launched()
+        if tensor is not None and self._memory.holds(tensor):
+            self._memory.waited_for()
 
     def born(self, num_bytes: int, operator: str, *, part: str | None = None, shape: tuple[int, ...] = ()) -> Block:
         """Note a block, and take its memory."""

@@ -324,7 +324,9 @@ class Trace(TorchDispatchMode):
         return True
 
     def __enter__(self) -> Trace:
-        self._hooks.enter_context(applied(self._modules.seeing_calls(), self.storages.seeing_resizes()))
+        self._hooks.enter_context(
+            applied(self._modules.seeing_calls(), self.storages.seeing_resizes(), self.storages.seeing_streams())
+        )
         self._hooks.callback(listen, listen(self.work.add_library))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -377,7 +379,9 @@ class Trace(TorchDispatchMode):
         self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], counts: tuple[int, ...] | None = None
     ) -> Any:
         if func is _READ_SCALAR:
+            self.storages.note_launch(args[0])
             return self._read_scalar(func, args[0])
+        self.storages.note_launch(None)
         self._modules.note_node()
         for tensor in self._outside.meet(func, (*args, *kwargs.values()), self.log.phase):
             self.storages.born(tensor.untyped_storage().nbytes(), "from outside", part=part_of_outside(tensor))

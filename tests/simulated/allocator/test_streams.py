@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -10,7 +11,12 @@ import batchwright as bw
 from batchwright.catalogue.cards import find_card
 from batchwright.device.step import StepSettings
 from batchwright.memory.on_card import ScaledRequests
-from batchwright.simulated.allocator.caching_allocator import CachingAllocator, peaks_with_room, size_and_stream
+from batchwright.simulated.allocator.caching_allocator import (
+    FARTHEST_AHEAD,
+    CachingAllocator,
+    peaks_with_room,
+    size_and_stream,
+)
 from batchwright.simulated.allocator.settings import AllocatorSettings
 from batchwright.simulated.card import SimulatedCard
 from batchwright.trace.run import Traced, trace_workload
@@ -38,6 +44,86 @@ def test_near_the_limit_every_streams_cache_is_given_back() -> None:
     allocator.stream = 0
     allocator.malloc(60 * MIB)
     assert allocator.stats.num_alloc_retries == 1
+
+
+class TestRecordStream:
+    """What another stream uses is not free for others before that stream has passed."""
+
+    def test_memory_waits_until_the_host_has_waited(self) -> None:
+        allocator = CachingAllocator(None)
+        block = allocator.malloc(30 * MIB)
+        allocator.record_stream(block, 7)
+        allocator.free(block)
+        assert allocator.stats.allocated.current == 0
+        assert allocator.segments()[0]["blocks"][0]["state"] == "active_pending_free"
+        other = allocator.malloc(30 * MIB)
+        assert allocator.stats.reserved.current == 60 * MIB
+        allocator.passed()
+        allocator.free(other)
+        allocator.malloc(30 * MIB)
+        assert allocator.stats.reserved.current == 60 * MIB
+
+    def test_its_own_stream_makes_no_difference(self) -> None:
+        allocator = CachingAllocator(None)
+        block = allocator.malloc(30 * MIB)
+        allocator.record_stream(block, 0)
+        allocator.free(block)
+        allocator.malloc(30 * MIB)
+        assert allocator.stats.reserved.current == 30 * MIB
+
+    def test_it_passes_when_the_queue_of_launches_is_full(self) -> None:
+        allocator = CachingAllocator(None)
+        block = allocator.malloc(30 * MIB)
+        allocator.record_stream(block, 7)
+        allocator.free(block)
+        for _ in range(FARTHEST_AHEAD):
+            allocator.launched()
+        allocator.malloc(30 * MIB)
+        assert allocator.stats.reserved.current == 30 * MIB
+
+    def test_near_the_limit_the_allocator_waits_itself(self) -> None:
+        allocator = CachingAllocator(64 * MIB)
+        block = allocator.malloc(40 * MIB)
+        allocator.record_stream(block, 7)
+        allocator.free(block)
+        allocator.malloc(60 * MIB)
+        assert allocator.stats.num_alloc_retries == 1
+
+    @pytest.mark.parametrize("wait", [None, "stream", "event", "card", "read"])
+    def test_a_step_that_hands_memory_to_a_stream(self, wait: str | None) -> None:
+        """Each round takes 30 MiB on one stream and uses it on another; who waits takes the same again."""
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            aside = torch.cuda.Stream()
+            for _ in range(4):
+                kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+                kept.record_stream(aside)
+                event = aside.record_event()
+                del kept
+                if wait == "stream":
+                    aside.synchronize()
+                elif wait == "event":
+                    event.synchronize()
+                elif wait == "card":
+                    torch.cuda.synchronize()
+                elif wait == "read":
+                    torch.zeros((), device="cuda").item()
+            out: torch.Tensor = model(batch).mean()
+            return out
+
+        workload = bw.Workload(
+            model=lambda: nn.Linear(8, 8),
+            batch=lambda n: torch.randn(n, 8),
+            loss=loss,
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        )
+        card = SimulatedCard(find_card("a100-40gb"), is_roomy=True)
+        run = trace_workload(workload, 2, card=card)
+        allocated, reserved = run.on_card[0].of_allocator
+        assert allocated < 60 * MIB
+        # Two steps of four rounds, none of which passes by itself.
+        assert (reserved > 8 * 30 * MIB) == (wait is None)
+        assert peaks_with_room(run.requests, AllocatorSettings()) == (allocated, reserved)
 
 
 def fsdp2(num_samples: int) -> Traced:

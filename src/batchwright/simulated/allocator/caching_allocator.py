@@ -34,12 +34,15 @@ from batchwright.simulated.allocator.segments import (
 from batchwright.simulated.allocator.settings import AllocatorSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from batchwright.device.device import Owner
 
 
 _DEFAULTS = AllocatorSettings()
+
+# The host runs ahead of the card until the queue of launches is full: about as many as the CUDA driver queues.
+FARTHEST_AHEAD = 1024
 
 
 class SimulatedOutOfMemory(Exception):  # noqa: N818 - what the card ran into, not a mistake of the caller
@@ -91,6 +94,10 @@ class CachingAllocator:
         self._pools: dict[tuple[int, bool], BlockPool] = {}
         self._nothing = Block(0, 0, self._pool(is_small=True))
         self._active: dict[int, Block] = {}
+        self.num_launched = 0
+        self._waiting: dict[int, tuple[int, Block]] = {}
+        self.when_passed: Callable[[Block], object] = lambda _: None
+        """Told of each block that was freed earlier, and is free for others now."""
 
     @property
     def is_limited(self) -> bool:
@@ -114,17 +121,28 @@ class CachingAllocator:
         return self._hand_out(block, rounded, size)
 
     def free(self, block: Block) -> None:
-        """Take a block back."""
+        """Take a block back; one that another stream uses is free for others once that stream has passed."""
         if block is self._nothing:
             return
         if not block.allocated or self._active.get(block.address) is not block:
             raise InvalidInputError(f"{block!r} was not handed out by this allocator, or was freed before.")
+        del self._active[block.address]
+        self._listener("free_requested", block.address, block.requested_size)
+        self.stats.allocated.subtract(block.size)
+        self.stats.num_allocations.subtract(1)
+        if block.streams:
+            block.waits = True
+            self._waiting[block.address] = (self.num_launched, block)
+        else:
+            self._take_in(block)
+
+    def _take_in(self, block: Block) -> None:
         stats = self.stats
         size = block.size
-        block.allocated = False
-        del self._active[block.address]
-        for action in ("free_requested", "free_completed"):
-            self._listener(action, block.address, block.requested_size)
+        block.allocated = block.waits = False
+        block.streams = frozenset()
+        self._listener("free_completed", block.address, block.requested_size)
+        stats.requested.subtract(block.requested_size)
         swallowed = block.swallow_neighbours()
         block.pool.insert(block)
         if block.segment_start is None:
@@ -132,19 +150,47 @@ class CachingAllocator:
                 stats.inactive_split.add(size)
             else:
                 stats.inactive_split.subtract(swallowed)
-        stats.allocated.subtract(size)
-        stats.num_allocations.subtract(1)
-        stats.requested.subtract(block.requested_size)
+
+    def record_stream(self, block: Block, stream: int) -> None:
+        """Note that work queued on a stream uses a block, as `Tensor.record_stream` does."""
+        if stream != block.pool.stream and block is not self._nothing:
+            block.streams |= {stream}
+
+    def launched(self) -> None:
+        """Note that an operator was launched: what was queued long before it has passed."""
+        self.num_launched += 1
+        if self._waiting:
+            self.passed(self.num_launched - FARTHEST_AHEAD)
+
+    def passed(self, number: int | None = None) -> None:
+        """Take in what waits for operators up to a number; by default for any, as the host waited for the card."""
+        for address, (queued, block) in list(self._waiting.items()):
+            if number is None or queued <= number:
+                del self._waiting[address]
+                self._take_in(block)
+                self.when_passed(block)
+
+    def passed_block(self, block: Block) -> None:
+        """Take in one block that waits, if it still does."""
+        if self._waiting.get(block.address, (0, None))[1] is block:
+            del self._waiting[block.address]
+            self._take_in(block)
 
     def empty_cache(self) -> None:
-        """Give back to the card what is cached and not split."""
+        """Give back to the card what is cached and not split, once all streams have passed."""
+        self.passed()
         self.stats.num_sync_all_streams += 1
         for pool in self._pools_by_size():
             self._segments.give_back_cached(pool)
 
     def segments(self) -> list[dict[str, Any]]:
         """Return every segment with its blocks, by address, as `torch.cuda.memory_snapshot` does; without frames."""
-        blocks = [*self._active.values(), *(block for pool in self._pools.values() for block in pool.free_blocks())]
+        waiting = [block for _, block in self._waiting.values()]
+        blocks = [
+            *self._active.values(),
+            *waiting,
+            *(block for pool in self._pools.values() for block in pool.free_blocks()),
+        ]
         heads = [block for block in blocks if block.previous is None or not block.previous.mapped]
         return [_segment_from(head) for head in sorted(heads, key=lambda block: block.address)]
 
@@ -231,6 +277,12 @@ class CachingAllocator:
         return SimulatedOutOfMemory(size, stats.allocated.current, stats.reserved.current, card.free, card.capacity)
 
 
+def _state_of(block: Block) -> str:
+    if block.waits:
+        return "active_pending_free"
+    return "active_allocated" if block.allocated else "inactive"
+
+
 def _segment_from(head: Block) -> dict[str, Any]:
     blocks: list[dict[str, Any]] = []
     block: Block | None = head
@@ -240,7 +292,7 @@ def _segment_from(head: Block) -> dict[str, Any]:
                 "address": block.address,
                 "size": block.size,
                 "requested_size": block.requested_size if block.allocated else 0,
-                "state": "active_allocated" if block.allocated else "inactive",
+                "state": _state_of(block),
                 "frames": [],
             }
         )
@@ -251,7 +303,7 @@ def _segment_from(head: Block) -> dict[str, Any]:
         "address": head.address,
         "total_size": sum(record["size"] for record in blocks),
         "allocated_size": allocated,
-        "active_size": allocated,
+        "active_size": sum(record["size"] for record in blocks if record["state"] != "inactive"),
         "requested_size": sum(record["requested_size"] for record in blocks),
         "stream": head.pool.stream,
         "segment_type": "small" if head.pool.is_small else "large",
@@ -330,6 +382,11 @@ def size_and_stream(event: int) -> tuple[int, int]:
     return event & ((1 << _STREAM_BITS) - 1), event >> _STREAM_BITS
 
 
+# Beyond every number of an allocation: what was freed and waits for a stream; twice as far, what has waited.
+_WAITS = 1 << 60
+_ANOTHER = frozenset((-1,))
+
+
 class Requests:
     """Allocations in order, by their size and stream, and what was freed, by the number of its allocation."""
 
@@ -345,10 +402,16 @@ class Requests:
         self.events.append(num_bytes + (block.pool.stream << _STREAM_BITS))
 
     def gave_back(self, block: Block) -> None:
-        """Note what was freed."""
+        """Note what was freed, and whether it waits for another stream."""
+        number = self._numbers.get(id(block)) if block.streams else self._numbers.pop(id(block), None)
+        if number is not None:
+            self.events.append(-1 - number - (_WAITS if block.streams else 0))
+
+    def passed(self, block: Block) -> None:
+        """Note that what was freed before is free for others."""
         number = self._numbers.pop(id(block), None)
         if number is not None:
-            self.events.append(-1 - number)
+            self.events.append(-1 - number - 2 * _WAITS)
 
 
 def goes_through(events: Sequence[int], capacity: int, settings: AllocatorSettings, total_bytes: int) -> bool:
@@ -397,5 +460,11 @@ def _replay(events: Sequence[int], allocator: CachingAllocator) -> None:
         if event >= 0:
             size, allocator.stream = size_and_stream(event)
             blocks.append(allocator.malloc(size))
+            continue
+        what, number = divmod(-1 - event, _WAITS)
+        if what == 1:
+            blocks[number].streams = _ANOTHER
+        if what < 2:
+            allocator.free(blocks[number])
         else:
-            allocator.free(blocks[-1 - event])
+            allocator.passed_block(blocks[number])

@@ -132,6 +132,10 @@ class Block:
     requested_size: int = 0
     allocated: bool = False
     searches_at_insert: int = 0
+    streams: frozenset[int] = frozenset()
+    """Other streams that use it: freed, it is not free before they have passed."""
+    waits: bool = False
+    """Whether it was freed, and waits for them."""
     previous: Block | None = None
     next: Block | None = None
 

@@ -3,7 +3,7 @@
 Replaces: the names of `answers` in torch.cuda, torch.cuda.memory, torch.cuda.random and torch.accelerator (its memory
 too), and whatever else there asks the CUDA library; torch.version.cuda, torch.backends.cudnn.version, is_available and
 is_acceptable, torch.cuda.nccl.version, torch.cuda.nvtx; torch._C._cuda_get_cudnn_benchmark_limit, its setter and
-_get_accelerator; torch.Generator, Tensor.record_stream, FakeTensor.device, nn.DataParallel.forward; torch's autocast
+_get_accelerator; torch.Generator, FakeTensor.device, nn.DataParallel.forward; torch's autocast
 functions, and the types that optimizers take for their multi-tensor form.
 
 Promises:
@@ -36,8 +36,8 @@ from batchwright.simulated.torch_patches.backend import NAME
 from batchwright.simulated.torch_patches.patches import Patch, do_nothing, refusing
 from batchwright.simulated.torch_patches.redirected_calls import old_types
 
-# As torch.cuda.memory_stats names them, and as the allocator does. No other stream ever uses a block here, so that
-# blocks are active as long as they are allocated.
+# As torch.cuda.memory_stats names them, and as the allocator does. What was freed and waits for another stream is no
+# longer counted as active here.
 _FAMILIES = {
     "allocated_bytes": "allocated",
     "reserved_bytes": "reserved",
@@ -156,7 +156,7 @@ def _asks_library(function: Callable[..., Any]) -> bool:
 
 _FIRST_WITH_BFLOAT16 = (8, 0)
 _DOES_NOTHING = (
-    *("synchronize", "set_device", "manual_seed", "manual_seed_all", "seed", "seed_all", "init", "_lazy_init"),
+    *("set_device", "manual_seed", "manual_seed_all", "seed", "seed_all", "init", "_lazy_init"),
     *("ipc_collect", "set_rng_state", "set_per_process_memory_fraction"),
     *("set_rng_state_all", "set_sync_debug_mode", "_sleep", "_record_memory_history"),
 )
@@ -178,8 +178,6 @@ class _InOrder:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name == "record_event":
-            return lambda event=None: _InOrder() if event is None else event
         return lambda *_, **__: True if name == "query" else 0.0 if name == "elapsed_time" else None
 
     def __enter__(self) -> _InOrder:
@@ -196,6 +194,14 @@ class _Stream(_InOrder):
         self._allocator, self.cuda_stream, self.stream_id = allocator, number, number
         self._before: list[int] = []
 
+    def synchronize(self) -> None:
+        self._allocator.passed()
+
+    def record_event(self, event: Any = None) -> Any:
+        event = _Event(self._allocator) if event is None else event
+        event.record(self)
+        return event
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream) and other.cuda_stream == self.cuda_stream
 
@@ -209,6 +215,19 @@ class _Stream(_InOrder):
 
     def __exit__(self, *_: object) -> None:
         self._allocator.stream = self._before.pop()
+
+
+class _Event(_InOrder):
+    """An event: who waits for it on the host knows that what was launched before it has passed."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self._allocator, self._number = allocator, 0
+
+    def record(self, _: Any = None) -> None:
+        self._number = self._allocator.num_launched
+
+    def synchronize(self) -> None:
+        self._allocator.passed(self._number)
 
 
 # PyTorch has so many streams for each priority, and hands them out again in turn (c10/cuda/CUDAStream.cpp).
@@ -225,12 +244,18 @@ def stream_answers(allocator: CachingAllocator) -> dict[str, Any]:
             super().__init__(allocator, 1 + numbers[is_urgent] % _STREAMS + _STREAMS * is_urgent)
             numbers[is_urgent] += 1
 
+    class Event(_Event):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__(allocator)
+
     def set_stream(stream: _Stream | None) -> None:
         if stream is not None:
             allocator.stream = stream.cuda_stream
 
     return {
         "Stream": Stream,
+        "Event": Event,
+        "synchronize": lambda device=None: allocator.passed(),
         "stream": lambda stream: _InOrder() if stream is None else stream,
         "set_stream": set_stream,
         "current_stream": lambda device=None: _Stream(allocator, allocator.stream),
@@ -300,7 +325,6 @@ def answers(card: Card, allocator: CachingAllocator) -> dict[str, Any]:
         "is_current_stream_capturing": lambda: False,
         "can_device_access_peer": lambda device, peer_device: False,
         **memory_answers(card, allocator),
-        "Event": _InOrder,
         "device": _InOrder,
         **stream_answers(allocator),
         "CUDAGraph": _Graph,
@@ -320,7 +344,6 @@ def answering_for(card: Card, allocator: CachingAllocator) -> Iterator[Patch]:
     for name in ("mark", "range", "range_pop", "range_push"):
         yield Patch(torch.cuda.nvtx, name, _InOrder)
     yield Patch(torch, "Generator", _GeneratorOnHost)
-    yield Patch(torch.Tensor, "record_stream", do_nothing)
     yield Patch(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))
     # Where mixed precision is asked about CUDA, the simulated device is meant.
     for name in ("set_autocast_enabled", "is_autocast_enabled", "set_autocast_dtype", "get_autocast_dtype"):
