@@ -12,12 +12,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import batchwright as bw
 from batchwright.catalogue.cards import find_card
 from batchwright.device.step import StepSettings
-from batchwright.errors import InvalidInputError
+from batchwright.errors import CannotTraceError, InvalidInputError
 from batchwright.simulated.card import SimulatedCard
 from batchwright.trace.run import Traced, trace_workload
 
@@ -147,3 +149,49 @@ class TestExpertParallel:
             workload(lambda model, batch: model(batch).mean(), lambda: Experts(by_bins=False)), routing="worst"
         )
         assert 4 * LENGTH * CHOSEN * RANKS * WIDTH * 4 in taken(traced, "relu")
+
+
+class TestBadInput:
+    """Plans that PyTorch itself refuses, on real ranks too: its words, the user's line, and what runs."""
+
+    class Feed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(self.norm(x)).relu())  # type: ignore[no-any-return]
+
+    @staticmethod
+    def cut(plan: dict[str, Any], size: int = RANKS) -> Any:
+        return lambda model: parallelize_module(model, init_device_mesh("cuda", (size,)), plan)
+
+    def asked(self, wrap: Any, **fields: Any) -> bw.Workload:
+        return replace(workload(lambda model, batch: model(batch).mean(), self.Feed), wrap=wrap, **fields)
+
+    @pytest.mark.parametrize(
+        ("plan", "size", "words"),
+        [
+            ({"up": ColwiseParallel(), "down": RowwiseParallel()}, RANKS, r"(?s)_foreach_.*mixed.*foreach=False"),
+            ({"up": ColwiseParallel(use_local_output=False)}, RANKS, r"(?s)addmm.*mixed.*use_local_output=True"),
+            ({"norm": ColwiseParallel()}, RANKS, r"(?s)only support nn\.Linear.*test_parallel_plans.*SequenceParallel"),
+            ({"up": ColwiseParallel()}, 2 * RANKS, r"(?s)not be bigger.*test_parallel_plans.*devices="),
+        ],
+    )
+    def test_it_is_told_what_runs(self, plan: dict[str, Any], size: int, words: str) -> None:
+        with pytest.raises(CannotTraceError, match=words):
+            on_four(self.asked(self.cut(plan, size)))
+
+    def test_what_the_message_says_runs(self) -> None:
+        feed = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
+        on_four(self.asked(self.cut({"norm": SequenceParallel(), **feed})), clip_norm=1.0)
+        one_by_one = self.asked(
+            self.cut({"up": ColwiseParallel(), "down": RowwiseParallel()}),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1, foreach=False),
+        )
+        on_four(one_by_one)
+
+    def test_a_mistake_of_the_users_keeps_its_words(self) -> None:
+        with pytest.raises(RuntimeError, match="same reduction dim") as raised:
+            on_four(self.asked(self.cut({"up": ColwiseParallel()})))
+        assert not isinstance(raised.value, CannotTraceError)

@@ -4,6 +4,7 @@ Torch itself would fail in words of its own, or go on with a wrong number.
 
 Promises:
 - values that leave the tensors (numpy, pickle, dlpack) are refused where they leave, so that the user's line is known;
+- a plan over ranks that PyTorch itself refuses is told in its words, with what makes it run;
 - an operator that is not torch's own, and whose shape rule is missing or fails, is refused by its name.
 """
 
@@ -94,6 +95,43 @@ def explaining(what: str) -> Iterator[None]:
         if place is None:
             raise
         raise _explained(error, place, "torch's fake tensors do not know it", what=what) from error
+
+
+# What PyTorch's own code for ranks refuses, and what makes it run. Each was seen to raise on real ranks.
+_ALL_SHARDED = "a style for every module that has weights (SequenceParallel for norms), so that all are DTensors"
+_MIXED = r"got mixed torch\.Tensor and DTensor"
+_REMEDIES_OF_PLANS = (
+    (rf"_foreach_(?!norm).*{_MIXED}", f"{_ALL_SHARDED}; or an optimizer with foreach=False"),
+    (rf"_foreach_norm.*{_MIXED}", f"{_ALL_SHARDED}; or no clipping of all gradients at once"),
+    (_MIXED, "a style for every module that a DTensor reaches; or use_local_output=True where it comes from"),
+    (r"currently only supports? ", "a style for that kind of module: SequenceParallel for norms, or none"),
+    (r"[Mm]esh should not be bigger", "devices= as many as the mesh has, or a smaller mesh"),
+    (r"reshard_after_forward as an int", "a factor of the ranks that weights are sharded over, or True"),
+    (r"cannot be larger than number of stages", "a stage for each rank of the pipeline, or a mesh whose pp is smaller"),
+    (r"loss_fn and target required", "schedule.step(target=...) on the rank of the last stage"),
+    (r"First stage requires real tensors", "schedule.step(inputs) on the rank of the first stage"),
+)
+_NEAREST_PLAN = "the plan as it runs under torchrun; or fully_shard in its place, for the nearest peak"
+_PLANS_OF_TORCH = str(Path(torch.__file__).parent / "distributed")
+
+
+@contextmanager
+def explaining_plans(what: str) -> Iterator[None]:
+    """Turn what PyTorch's code for ranks refuses into what the user reads; their own mistakes stay as they are."""
+    try:
+        yield
+    except (RuntimeError, ValueError, AssertionError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        is_of_ranks = bool(frames) and frames[-1].filename.startswith(_PLANS_OF_TORCH)
+        if not is_of_ranks and not re.search(_MIXED, str(error)):  # which C++ raises
+            raise
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".!")
+        remedy = next((remedy for words, remedy in _REMEDIES_OF_PLANS if re.search(words, said)), _NEAREST_PLAN)
+        raise CannotTraceError(
+            f"PyTorch itself refuses what {what} does over ranks: {said}.",
+            details=_place_of(error),
+            remedy=remedy,
+        ) from error
 
 
 def _without_a_rule(error: Exception) -> str:

@@ -43,7 +43,7 @@ from batchwright.state.held_objects import CONTAINERS, is_users_object
 from batchwright.state.untouched import current_keep, untouched
 from batchwright.trace.cpu_kernels import CpuKernels
 from batchwright.trace.host_batches import HostBatches, is_plain, make_real_batch
-from batchwright.trace.refused_operators import explaining, values_stay_inside
+from batchwright.trace.refused_operators import explaining, explaining_plans, values_stay_inside
 from batchwright.trace.storages import HostMemory, Log
 from batchwright.trace.trace import Trace
 from batchwright.units import format_bytes
@@ -348,7 +348,7 @@ def _trace_on(
     if is_card and workload.wrap is not None:
         # Before anything is counted: what is sharded is never whole on a card where it was built on meta.
         patches = applied(values_stay_inside())
-        with patches, compiler.running(), mode, RedirectedCalls(device), explaining("wrap"):
+        with patches, compiler.running(), mode, RedirectedCalls(device), explaining("wrap"), explaining_plans("wrap"):
             wrapped.append(apply_wrap(workload.wrap, fakes.put_into_model(skeleton)))
 
     def build(_: Workload, __: torch.device) -> nn.Module:
@@ -386,6 +386,7 @@ def _trace_on(
             stack.enter_context(applied(packed_by_numbers()))
         stack.enter_context(compiler.running())
         stack.enter_context(explaining("the step"))
+        stack.enter_context(explaining_plans("the step"))
         run_probe(watched, micro_batch, settings, device=device, steps=steps, on_phase=trace.phase, build=build)
     if trace.values.was_drawn:
         notes.append("single random numbers were taken as 1, so that layerdrop skips no layer")
