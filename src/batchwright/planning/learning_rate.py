@@ -289,16 +289,7 @@ def rate_from_branches(
         place += f"; the rule says {ruled.recommended:.3g}, and this is the middle of both"
         apart = max(apart, math.sqrt(max(factor / ruled.factor, ruled.factor / factor)))
         factor = math.sqrt(factor * ruled.factor)
-    return RecommendedRate(
-        source="measured",
-        now=rate,
-        at_batch=None,
-        factor=factor,
-        recommended=rate * factor,
-        low=rate * factor / apart,
-        high=rate * factor * apart,
-        rule=f"tuned in short branches: {tuned}; {place}",
-    )
+    return _tuned(rate, factor, apart, apart, f"tuned in short branches: {tuned}; {place}")
 
 
 def rate_from_race(rate: float, factors: Mapping[int, float], batch: int) -> RecommendedRate:
@@ -311,16 +302,7 @@ def rate_from_race(rate: float, factors: Mapping[int, float], batch: int) -> Rec
     if factor is None:
         factor = _on_power_law(factors, min(max(batch, min(factors)), max(factors)))
         place = f"at batches {', '.join(f'{size:,}' for size in factors)}; on their line"
-    return RecommendedRate(
-        source="measured",
-        now=rate,
-        at_batch=None,
-        factor=factor,
-        recommended=rate * factor,
-        low=rate * factor / _ONE_FACTOR,
-        high=rate * factor * _ONE_FACTOR,
-        rule=f"tuned by factors of the root of 2 in a race {place}",
-    )
+    return _tuned(rate, factor, _ONE_FACTOR, _ONE_FACTOR, f"tuned by factors of the root of 2 in a race {place}")
 
 
 def rate_from_sweep(
@@ -343,16 +325,7 @@ def rate_from_sweep(
         apart = math.sqrt(max(factor / ruled.factor, ruled.factor / factor))
         lower, higher = max(lower, apart), max(higher, apart)
         factor = math.sqrt(factor * ruled.factor)
-    return RecommendedRate(
-        source="measured",
-        now=rate,
-        at_batch=None,
-        factor=factor,
-        recommended=rate * factor,
-        low=rate * factor / lower,
-        high=rate * factor * higher,
-        rule=rule,
-    )
+    return _tuned(rate, factor, lower, higher, rule)
 
 
 def rate_by_rule(
@@ -378,6 +351,11 @@ def rate_by_rule(
         high=rates.high * _RULE_OFF_BY,
         rule=change.reason,
     )
+
+
+def _tuned(rate: float, factor: float, lower: float, higher: float, rule: str) -> RecommendedRate:
+    recommended = rate * factor
+    return RecommendedRate("measured", rate, None, factor, recommended, recommended / lower, recommended * higher, rule)
 
 
 def _on_power_law(factors: Mapping[int, float], batch: float) -> float:
