@@ -531,3 +531,34 @@ def run_ranks(folder: Path, wrapped: str, count: int) -> int:
 def test_a_launchers_processes_are_the_ranks_of_the_card(tmp_path: Path) -> None:
     whole = run_ranks(tmp_path, "DistributedDataParallel(build().cuda(), device_ids=[rank])", 1)
     assert run_ranks(tmp_path, "fully_shard(build().cuda())", 4) < 0.5 * whole
+
+
+STAGE = """
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    dist.init_process_group("nccl"); rank = dist.get_rank()
+    model = nn.Linear(64, 64).cuda()
+    told = {name: torch.randn(4, 64, device="cuda", requires_grad=True) for name in ("input_args", "output_args") if "told" in sys.argv}
+    stage = PipelineStage(model, rank, dist.get_world_size(), torch.device("cuda"), **told)
+    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.AdamW(model.parameters())
+    while True:
+        schedule.step(torch.randn(16, 64, device="cuda")); optimizer.step(); optimizer.zero_grad()
+"""
+
+
+class TestStages:
+    @staticmethod
+    def run(folder: Path, *words: str) -> ScriptEstimate:
+        (folder / "train.py").write_text(dedent(HEAD) + dedent(STAGE))
+        words = ("torchrun", "--nproc-per-node", "2", "train.py", *words)
+        return estimate_script(Script(list(words), cwd=folder, seconds=120), on="a100-40gb")
+
+    def test_the_first_rank_of_a_pipeline_runs_alone_and_is_said_to(self, tmp_path: Path) -> None:
+        seen = self.run(tmp_path, "told").run
+        assert seen.end == "cut"
+        assert any("pipeline of 2 stages on 2 ranks, ScheduleGPipe with 4 micro-batches" in note for note in seen.notes)
+
+    def test_shapes_that_another_rank_would_tell_are_asked_for(self, tmp_path: Path) -> None:
+        with pytest.raises(batchwright.errors.BatchwrightError, match=r"(?s)shapes from rank 1.*input_args="):
+            self.run(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from traceback import extract_tb
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ class TestSchedules:
         assert activations(pipelined(ScheduleGPipe), 1) == 8
 
 
-def on(memory: str, workload: bw.Workload) -> Any:
+def on(memory: str | int, workload: bw.Workload) -> Any:
     card = SimulatedCard(replace(find_card("a100-40gb"), total_bytes=parse_bytes(memory)))
     return trace_workload(workload, ROWS, StepSettings(devices=RANKS), card=card)
 
@@ -91,9 +92,13 @@ def test_the_answer_is_of_the_rank_that_holds_the_most_and_says_so() -> None:
     assert not dist.is_initialized()
 
 
-def test_one_rank_that_runs_out_of_memory_is_an_answer_for_all() -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        on("565MiB", pipelined(ScheduleGPipe))
+def test_one_rank_that_runs_out_of_memory_in_a_stage_is_an_answer_for_all() -> None:
+    workload = pipelined(ScheduleGPipe)
+    peak = on("40GiB", workload).on_card[0].device
+    assert peak is not None
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        on(peak - 4 * 2**20, workload)
+    assert any(line.name == "stage_backward" for line in extract_tb(raised.tb))
 
 
 def test_stages_may_be_sharded_too() -> None:

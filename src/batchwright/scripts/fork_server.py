@@ -28,6 +28,7 @@ import threading
 import traceback
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -444,6 +445,7 @@ def _on_card(job: ScriptJob, watch: Watch) -> Iterator[Callable[[], PeakBytes | 
         trace.phase("build")
         watch.saw_model, watch.saw_optimizer = trace.see_model, trace.optimizers.append
         watch.run_forward, watch.cuts_repeats = trace.forwards.run, True
+        trace.when_pipelined = partial(setattr, watch, "cuts_repeats", False)
 
         def peak() -> PeakBytes:
             watch.num_made_up = trace.num_made_up

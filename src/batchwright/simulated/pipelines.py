@@ -34,6 +34,12 @@ _NEAREST = (
 )
 
 
+_ALONE = (
+    "PipelineStage(..., input_args=..., output_args=...), so that shapes need not be told; or a bw.Workload whose "
+    "wrap= returns the schedule: every rank of it is run"
+)
+
+
 class MissingMessageError(Exception):
     """A rank waits for what another one has not sent yet."""
 
@@ -51,6 +57,8 @@ class Pipeline:
     num_stages: int = 0
     spoken: str = ""
     """The schedule, in words."""
+    note: Callable[[str], object] | None = None
+    """Of a program, which is run as its first rank alone: whom to tell that."""
     _sent: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     _at: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -75,6 +83,10 @@ class Pipeline:
         number = self._next(sender, receiver)
         messages = self._sent.get((sender, receiver), [])
         if number >= len(messages):
+            if self.note is not None:
+                raise CannotTraceError(
+                    f"a stage waits for shapes from rank {sender}, and a program runs as rank 0 alone.", remedy=_ALONE
+                )
             raise MissingMessageError(sender)
         return messages[number]
 
@@ -155,6 +167,11 @@ def running_stages(pipeline: Pipeline | None, enter: Callable[[str], None]) -> I
     def note_schedule(schedule: Any, *args: Any, **kwargs: Any) -> None:
         begin_schedule(schedule, *args, **kwargs)
         pipeline.spoken = f"{type(schedule).__name__} with {schedule._n_microbatches} micro-batches"
+        if pipeline.note is not None:
+            pipeline.note(
+                f"pipeline of {pipeline.num_stages} stages on {len(pipeline.ranks)} ranks, {pipeline.spoken}; this is "
+                "rank 0, and others may hold more: the last has the head and its logits"
+            )
 
     yield Patch(base, "__init__", note_group)
     yield Patch(schedules._PipelineSchedule, "__init__", note_schedule)
@@ -176,9 +193,20 @@ def running_stages(pipeline: Pipeline | None, enter: Callable[[str], None]) -> I
 def _entering(enter: Callable[[str], None], phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         enter(phase)
-        return method(*args, **kwargs)
+        try:
+            return method(*args, **kwargs)
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            # A stage puts whatever is raised in it, out-of-memory too, into an error of its own.
+            raise error.__cause__ from None
 
     return run
+
+
+def stages_of_program(enter: Callable[[str], None], note: Callable[[str], object]) -> Iterator[Patch]:
+    """Let the first rank of a pipeline run by itself, if its stages say what they take and give."""
+    return running_stages(Pipeline(note=note), enter)
 
 
 def _vote_alone(_: Any, stages: Sequence[Any], has_backward: bool, __: bool) -> None:

@@ -46,6 +46,7 @@ from torch.utils.data._utils import pin_memory
 
 from batchwright.device.host import give_back
 from batchwright.errors import CannotTraceError
+from batchwright.simulated.pipelines import stages_of_program
 from batchwright.simulated.ranks import one_rank_if_asked, simulated_ranks
 from batchwright.simulated.torch_patches.backend import NAME
 from batchwright.simulated.torch_patches.compiled import Compiler
@@ -117,7 +118,13 @@ class RealHostTrace(Trace):
         self._turn = threading.RLock()
         self._sparse = SparseTensors(self)
         self._bounds = UpperBounds(self.values)
+        self.when_pipelined: Callable[[], object] = lambda: None
+        """Told when the program makes a pipeline's schedule, whose backwards are not all alike."""
         self.forwards = RepeatedForwards(card.allocator.stats, lambda tensor: self.values.real(tensor) is not None)
+
+    def _note_pipeline(self, text: str) -> None:
+        self._note(text)
+        self.when_pipelined()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -375,7 +382,11 @@ def program_on_card(card: SimulatedCard, *, devices: int | None = None) -> Itera
     with ExitStack() as stack:
         stack.enter_context(TorchPatches())
         device, default = stack.enter_context(card.running()), DefaultDevice()
-        stack.enter_context(one_rank_if_asked() if devices is None else simulated_ranks(devices))
+        stack.enter_context(
+            one_rank_if_asked()
+            if devices is None
+            else simulated_ranks(devices, stages=stages_of_program(trace.phase, trace._note_pipeline))
+        )
         give_back()  # so that large blocks of the host are address space until they are written to
 
         @contextmanager
