@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from batchwright.catalogue.speeds import find_speed
 from batchwright.errors import InvalidInputError
 from batchwright.timing.collectives import Network, collective_seconds, read_network
 from batchwright.timing.constants import fitted_constants
-from batchwright.timing.step_time import NoTime, StepTime, time_step
+from batchwright.timing.profile import Machine, Profile
+from batchwright.timing.step_time import NoTime, StepTime, time_here, time_step
 from batchwright.trace.work import StepWork, Work
 
 A100 = find_speed("a100-40gb-sxm")
@@ -96,6 +98,24 @@ def test_a_network_within_one_node_joins_nothing() -> None:
     assert read_network("100Gbit/s", 16) == Network(12.5e9)
     with pytest.raises(InvalidInputError, match="one holds 8 devices"):
         read_network("100Gbit/s", 8)
+
+
+def test_a_profile_of_ranks_has_their_collectives() -> None:
+    curves = {"all_reduce": [(1e6, 1e-3), (1e9, 1.0)]}
+    machine = Machine("any", 1, torch.__version__)
+    profile = Profile(machine, {"elementwise": [(1e6, 1e-3)]}, {}, {"forward": 0.0}, ranks=4, collectives=curves)
+    add = Work("aten.add", "elementwise", 0, 500_000, 500_000, 1, "fp32", phase="backward")
+    reduce = Work("DDP bucket", "all_reduce", 0, 1 << 28, 0, 0, "fp32", phase="backward")
+    step = step_of(add, reduce)
+    alone, of_four = (time_here(step, profile, samples=8, devices=devices) for devices in (1, 4))
+    assert isinstance(alone, StepTime)
+    assert isinstance(of_four, StepTime)
+    assert alone.waiting_seconds == 0.0
+    assert of_four.seconds - alone.seconds == pytest.approx(of_four.waiting_seconds) == pytest.approx(0.268, rel=0.02)
+    assert of_four.bound_by == "ranks"
+    of_two = time_here(step, profile, samples=8, devices=2)
+    assert isinstance(of_two, NoTime)
+    assert "no collectives of 2 ranks" in of_two.reason
 
 
 def test_what_is_reduced_hides_behind_the_rest_of_the_backward() -> None:

@@ -21,7 +21,7 @@ from batchwright.errors import InvalidInputError
 from batchwright.units import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from batchwright.catalogue.speeds import CardSpeed
     from batchwright.trace.work import Work
@@ -110,21 +110,19 @@ def is_beyond_a_node(devices: int, network: Network | None) -> bool:
 def exposed_seconds(
     entries: Sequence[Work],
     seconds: Sequence[float],
-    devices: int,
-    speed: CardSpeed,
-    network: Network | None = None,
+    takes_of: Callable[[str, int], float],
     *,
     spread: float = 1.0,
 ) -> float:
     """Return how long the device waits for collectives, by walking the step with one lane for each.
 
-    `seconds` are those of each entry on the device; `spread` is by how much the step takes longer than their sum (the
-    host), which leaves collectives more time to hide in.
+    `seconds` are those of each entry on the device, `takes_of` those of a collective of so many bytes; `spread` is by
+    how much the step takes longer than their sum (the host), which leaves collectives more time to hide in.
     """
     device = link = begun = busy = 0.0
     for work, lasts in zip(entries, seconds, strict=True):
         if work.kind in COLLECTIVES:
-            takes = collective_seconds(work.kind, work.read_bytes, devices, speed, network)
+            takes = takes_of(work.kind, work.read_bytes)
             if work.kind in REDUCED:
                 link = max(link, device) + takes
             else:

@@ -22,9 +22,9 @@ def time_on(
     if work is None or not work.entries:
         return NoTime("the step could not be followed operator by operator, or its rank waits for others of a pipeline")
     samples = micro_batch * step.accumulation * step.devices
-    profile = profile_of_card(card) if step.devices == 1 else None
-    if profile is not None:
-        return time_here(work, profile, samples=samples)
+    profile = profile_of_card(card)
+    if profile is not None and step.devices in (1, profile.ranks):
+        return time_here(work, profile, samples=samples, devices=step.devices)
     speed = speed_of(card)
     if speed is None:
         return NoTime(f"no data sheet of {card.product} was found")

@@ -89,6 +89,10 @@ class Profile:
     overlaps: bool = False
     """Whether the host runs ahead of the device, as it does of a GPU."""
     formats: tuple[str, ...] = ("fp32",)
+    ranks: int = 1
+    """How many there were when collectives were timed."""
+    collectives: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    """For each collective: bytes of the whole tensor and seconds, by bytes."""
     notes: tuple[str, ...] = ()
     _cache: dict[Any, float] = field(default_factory=dict, compare=False, repr=False)
 
@@ -100,6 +104,11 @@ class Profile:
             known = self._product(work) if work.flops else self._bytes(work)
             self._cache[key] = known
         return known
+
+    def collective_seconds(self, kind: str, num_bytes: int) -> float:
+        """Return what a collective takes; one that was not timed as long as an all-reduce, which sends no less."""
+        curve = self.collectives.get(kind) or self.collectives.get("all_reduce")
+        return _on_curve(curve, float(num_bytes)) if curve else 0.0
 
     def beyond_operators(self, step: StepWork) -> float:
         """Return what a step takes beyond its operators: autograd's and Python's part."""
@@ -140,6 +149,8 @@ class Profile:
             "spread": list(self.spread),
             "overlaps": self.overlaps,
             "formats": list(self.formats),
+            "ranks": self.ranks,
+            "collectives": {name: [list(point) for point in points] for name, points in self.collectives.items()},
             "notes": list(self.notes),
         }
 
@@ -207,6 +218,8 @@ def read_profile(file: str | Path) -> Profile:
             (float(data["spread"][0]), float(data["spread"][1])),
             bool(data["overlaps"]),
             tuple(map(str, data["formats"])),
+            int(data.get("ranks", 1)),  # files of before collectives were timed
+            {str(k): [(float(x), float(y)) for x, y in v] for k, v in data.get("collectives", {}).items()},
             tuple(map(str, data["notes"])),
         )
     except InvalidInputError:
@@ -222,11 +235,12 @@ def read_profile(file: str | Path) -> Profile:
 
 
 def _check(profile: Profile, file: str | Path) -> None:
-    numbers = [y for curve in profile.curves.values() for point in curve for y in point]
+    curves = [*profile.curves.values(), *profile.collectives.values()]
+    numbers = [y for curve in curves for point in curve for y in point]
     numbers += list(profile.host_seconds.values())
     if not all(math.isfinite(number) and number >= 0 for number in numbers) or len(numbers) > _MOST_POINTS:
         raise InvalidInputError(f"'{file}' holds times that no machine has.", remedy="batchwright calibrate")
-    if any(a[0] >= b[0] for curve in profile.curves.values() for a, b in pairwise(curve)):
+    if any(a[0] >= b[0] for curve in curves for a, b in pairwise(curve)):
         raise InvalidInputError(f"'{file}' has sizes out of order.", remedy="batchwright calibrate")
 
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from batchwright.timing.collectives import COLLECTIVES, Network, exposed_seconds, is_beyond_a_node
+from batchwright.timing.collectives import COLLECTIVES, Network, collective_seconds, exposed_seconds, is_beyond_a_node
 from batchwright.timing.constants import Constants, fitted_constants
 from batchwright.units import counted, positive_number, whole_number
 
@@ -188,7 +189,8 @@ def time_step(
     host = host_factor * _host_seconds(step, constants)
     joint = constants.host_and_device
     fed = (device**joint + host**joint) ** (1 / joint)
-    waiting = exposed_seconds(step.entries, lasting, devices, speed, network, spread=fed / device if device else 1.0)
+    takes = partial(_takes, devices=devices, speed=speed, network=network)
+    waiting = exposed_seconds(step.entries, lasting, takes, spread=fed / device if device else 1.0)
     uploading = sum(work.read_bytes for work in step.entries if work.kind == "upload") / constants.upload_bytes
     seconds = max(fed + waiting, uploading)
     unsure = _reasons_to_doubt(step, lasting, speed, host / (host + device) if device else 1.0, devices)
@@ -220,29 +222,48 @@ def time_step(
     )
 
 
-def time_here(step: StepWork, profile: Profile, *, samples: int) -> StepTime | NoTime:
-    """Return the seconds of a step on the machine that a profile is of."""
+def _takes(kind: str, num_bytes: int, *, devices: int, speed: CardSpeed, network: Network | None) -> float:
+    return collective_seconds(kind, num_bytes, devices, speed, network)
+
+
+def time_here(step: StepWork, profile: Profile, *, samples: int, devices: int = 1) -> StepTime | NoTime:
+    """Return the seconds of a step on the machine that a profile is of, with as many ranks as it has timed."""
+    if devices > 1 and devices != profile.ranks:
+        return NoTime(f"the profile of {profile.machine.device} has no collectives of {devices} ranks")
     formats = {work.number_format for work in step.entries if work.flops}
     missing = sorted(formats - set(profile.formats) - {"fp32", "tf32"})
     if missing:
         return NoTime(f"the profile of {profile.machine.device} has no products in {' and '.join(missing)}")
-    lasting = [profile.seconds_of(work) for work in step.entries]
+    lasting = [0.0 if work.kind in COLLECTIVES else profile.seconds_of(work) for work in step.entries]
     device, host = sum(lasting), profile.beyond_operators(step)
     seconds = max(device, host) if profile.overlaps else device + host
+    waiting = 0.0
+    if devices > 1:
+        spread = seconds / device if device else 1.0
+        waiting = exposed_seconds(step.entries, lasting, profile.collective_seconds, spread=spread)
+    seconds += waiting
     timed = list(zip(step.entries, lasting, strict=True))
     parts = {work: (taken, "flops" if work.flops else "bytes") for work, taken in timed}
     products = sum(taken for work, taken in timed if work.flops)
     low, high = profile.spread
+    bound_by = "host" if host > device else "flops" if products > device / 2 else "bytes"
+    bound_by = "ranks" if waiting > 0.5 * seconds else bound_by
     return StepTime(
         seconds,
         seconds * low,
         seconds * high,
         device,
         host,
-        0.0,
+        waiting,
         step.flops,
         None,
-        "host" if host > device else "flops" if products > device / 2 else "bytes",
+        "ranks"
+        if waiting > 0.5 * seconds
+        else "host"
+        if host > device
+        else "flops"
+        if products > device / 2
+        else "bytes",
         _costliest(step, lasting, parts),
         samples=samples,
         source="predicted from this machine's profile",
