@@ -30,7 +30,8 @@ from batchwright.simulated.torch_patches.patches import Patch, outside
 CUDA = torch.device("cuda", 0)
 _TRUE_DEVICE: Any = vars(FakeTensor)["device"]
 _DISPATCH: Any = FakeTensorMode.dispatch
-_NORMALIZE: Any = FakeTensor._normalize_fake_device
+# Not in torch 2.10.
+_NORMALIZE: Any = getattr(FakeTensor, "_normalize_fake_device", None)
 
 
 class Sight:
@@ -69,7 +70,8 @@ class Sight:
 
         yield Patch(FakeTensor, "device", property(device))
         yield Patch(FakeTensor, "is_cuda", property(lambda tensor: device(tensor).type == "cuda"))
-        yield Patch(FakeTensor, "_normalize_fake_device", staticmethod(normalize))
+        if _NORMALIZE is not None:
+            yield Patch(FakeTensor, "_normalize_fake_device", staticmethod(normalize))
         yield Patch(FakeTensorMode, "dispatch", dispatch)
 
 
