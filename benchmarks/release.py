@@ -89,7 +89,8 @@ class Ran:
     @property
     def is_fine(self) -> bool:
         """Whether it answered; a clean no is an answer where one is expected."""
-        return self.code == 0 or (self.code == 1 and self.line.startswith(MAY_SAY_NO))
+        is_no = self.code == 1 and self.line.startswith(MAY_SAY_NO) and "itself failed" not in self.said
+        return self.code == 0 or is_no
 
 
 @dataclass(frozen=True)
