@@ -11,8 +11,14 @@ import torch.distributed as dist
 
 from batchwright.timing.calibrate_ranks import time_collectives
 
-dist.init_process_group("gloo")
-curves = time_collectives("cpu", largest=1 << 16)
-Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(curves))
-dist.barrier()
-dist.destroy_process_group()
+
+def main(folder: str) -> None:
+    dist.init_process_group("gloo")
+    curves = time_collectives("cpu", largest=1 << 16)
+    Path(folder, os.environ["RANK"]).write_text(json.dumps(curves))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
