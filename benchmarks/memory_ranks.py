@@ -1,6 +1,6 @@
 """The memory of one rank of several, predicted on a simulated card, against real ranks with gloo on this CPU.
 
-    python benchmarks/memory_ranks.py               every case; about ten minutes
+    python benchmarks/memory_ranks.py               every case; about fifteen minutes
     python benchmarks/memory_ranks.py 1F1B          the cases whose name contains one of these
     python benchmarks/memory_ranks.py --ranks 4     on four ranks (default: 2)
 

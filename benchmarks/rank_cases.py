@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from batchwright import Workload
 
@@ -276,6 +277,16 @@ def sharded(reshard: Any = None, *, head_reshard: Any = None, then: Any = None, 
     return wrap
 
 
+def in_two_halves(device: str) -> Any:
+    """Shard over one half of the ranks, and replicate over both."""
+
+    def wrap(model: Any) -> Any:
+        mesh = init_device_mesh(device, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        return sharded(mesh=mesh)(model)
+
+    return wrap
+
+
 def synced_every_second(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Two micro-batches a step, whose gradients are reduced after the second."""
     model.num_micro_batches = getattr(model, "num_micro_batches", 0) + 1
@@ -324,4 +335,9 @@ def cases_of(device: str) -> dict[str, Workload]:
         "sequence parallel": trained(over_tensors(device, sequence=True), optimizer=one_by_one),
         "expert parallel": trained(over_experts(device), model=mixture, optimizer=one_by_one),
         **sharded_cases(),
+        "FSDP2, replicated in two halves": trained(in_two_halves(device)),
+        "DDP": trained(DistributedDataParallel),
+        "DDP, gradients are views of buckets": trained(
+            lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True)
+        ),
     }
