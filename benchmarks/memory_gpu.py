@@ -1,6 +1,6 @@
 """How exact is the peak of a step on a card that is not there? Published measurements on real GPUs, predicted.
 
-    python benchmarks/memory_gpu.py                       all counted cases, about half an hour
+    python benchmarks/memory_gpu.py                       all counted cases, about a quarter of an hour alone
     python benchmarks/memory_gpu.py --only xmem           cases whose id contains this
     python benchmarks/memory_gpu.py --json FILE           also write every case; with --again, take known ones from it
 
