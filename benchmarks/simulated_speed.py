@@ -28,7 +28,7 @@ LLAMAS: dict[str, tuple[tuple[int, int, int, int, int], str, int, float]] = {
     "llama-3-8b": ((32, 4096, 32, 8, 14336), "h200-141gb", 1, 20.0),
     "llama-3-8b, does not fit": ((32, 4096, 32, 8, 14336), "a100-40gb", 1, 20.0),
     "llama-3-70b over 64": ((80, 8192, 64, 8, 28672), "h200-141gb", 64, 120.0),
-    "llama-3-70b over 64, does not fit": ((80, 8192, 64, 8, 28672), "a100-80gb", 64, 120.0),
+    "llama-3-70b over 64, near the limit": ((80, 8192, 64, 8, 28672), "a100-80gb", 64, 120.0),
 }
 GPTS = {"gpt2-small": (12, 768, 12), "gpt2-xl": (48, 1600, 25)}
 
