@@ -224,7 +224,7 @@ def measure_critical_batch(
     # Once for all branches: each begins and ends at what is kept here.
     with untouched(workload, accelerator=None if device.type == "cpu" else device) as keep, ExitStack() as open_files:
         runs = [
-            SeedBranches(workload, device, shape or {}, seed, evaluate_samples, warm_up, largest)
+            SeedBranches(workload, device, shape or {}, seed, evaluate_samples, warm_up, largest, progress)
             for seed in range(whole_number(seeds, "seeds"))
         ]
         for run in runs:
