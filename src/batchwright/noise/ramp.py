@@ -15,11 +15,12 @@ Promises:
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import InvalidInputError
-from batchwright.planning.best_batch import whole_steps
+from batchwright.planning.best_batch import timed_steps
 from batchwright.planning.critical_batch import CriticalBatch, figure, gamma
 from batchwright.planning.learning_rate import learning_rate_change
 from batchwright.planning.likely_time import LikelyTime
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from batchwright.accumulate.windows import Step
     from batchwright.noise.noise_scale import NoiseScale
     from batchwright.noise.observations import HistoryPoint
-    from batchwright.planning.times import TimeModel
 
 
 # Twice in a row, half a window apart: one lucky window is not enough.
@@ -83,8 +83,8 @@ class BatchRamp:
     >>> [(decision.accumulation_before, decision.accumulation) for decision in ramp.decisions]
     [(2, 4)]
 
-    - `step_times`: seconds of whole steps by effective batch in samples, or the time model of a plan. With them the
-      ramp follows the batch that is soonest now; without them it waits until the critical batch is surely larger.
+    - `step_times`: seconds of whole steps by effective batch in samples, at the micro-batch in use. With them the ramp
+      follows the batch that is soonest now; without them it waits until the critical batch is surely larger.
     - `adjust_learning_rate`: the rate of every parameter group is multiplied by the factor that goes with the change
       (without step times that at the lower end), and the base rates of the accumulator's schedulers with it.
     """
@@ -94,7 +94,7 @@ class BatchRamp:
         noise: NoiseScale,
         *,
         max_accumulation: int,
-        step_times: Mapping[int, float] | TimeModel | None = None,
+        step_times: Mapping[int, float] | None = None,
         adjust_learning_rate: bool = True,
     ) -> None:
         accumulator = noise.accumulator
@@ -108,7 +108,7 @@ class BatchRamp:
         self._check_accumulation()
         self.max_accumulation = whole_number(max_accumulation, "max_accumulation")
         self.decisions: list[RampDecision] = []
-        self._step = None if step_times is None else whole_steps(step_times)
+        self._step = None if step_times is None else timed_steps(step_times)
         self._adjusts = adjust_learning_rate
         self._looks = 0
         self._next_look: float | None = None
@@ -158,7 +158,10 @@ class BatchRamp:
             least = f"at least {figure(critical.low)} {critical.unit}"
             return f"the critical batch is {least}, twice the {figure(self._batch)} in use or more"
         in_samples, now = critical.in_samples(), self._samples
-        if in_samples is None or not now or in_samples.known_value <= 0:
+        if in_samples is None or not now:
+            self._stay("the samples of a step are not counted, and step times are by samples")
+            return None
+        if not 0 < in_samples.known_value < math.inf:
             return None
         likely = LikelyTime.of(in_samples, self._step)
         sooner = likely.over_soonest(now) / likely.over_soonest(2 * now)

@@ -124,7 +124,7 @@ def best_batch(
     critical = _checked_critical(critical_batch)
     num_devices = whole_number(devices, "devices")
     micro = None if micro_batch is None else whole_number(micro_batch, "micro-batch")
-    step = whole_steps(step_times, num_devices, micro)
+    step = _step_seconds(step_times, num_devices, micro)
     if not step.at(1.0) > 0:
         raise InvalidInputError(f"a step must take some time; received {shortened(step_times)}.")
     # The accumulating model says nothing about less than one micro-batch on every device.
@@ -197,12 +197,12 @@ def _checked_critical(given: object) -> CriticalBatch:
     return critical
 
 
-def whole_steps(
-    times: Mapping[int, float] | TimeModel, devices: int = 1, micro_batch: int | None = None
-) -> StepSeconds:
-    """Return the seconds of whole steps by effective batch, from what was timed or from the model of a plan."""
-    if isinstance(times, TimeModel):
-        return StepSeconds(times, devices, micro_batch)
+def _step_seconds(times: Mapping[int, float] | TimeModel, devices: int, micro_batch: int | None) -> StepSeconds:
+    return StepSeconds(times, devices, micro_batch) if isinstance(times, TimeModel) else timed_steps(times)
+
+
+def timed_steps(times: Mapping[int, float]) -> StepSeconds:
+    """Return the seconds of whole steps by effective batch, from those that were timed."""
     if not isinstance(times, Mapping) or len(times) < 2:
         raise InvalidInputError(
             f"step_times must map at least two effective batches to seconds; received {shortened(times)}.",
