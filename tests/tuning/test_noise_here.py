@@ -12,6 +12,7 @@ from torch import nn
 import batchwright as bw
 from batchwright.errors import InvalidInputError
 from batchwright.tuning import noise_here
+from batchwright.tuning.tune import TuneRequest
 
 
 def workload(width: int = 64) -> bw.Workload:
@@ -31,7 +32,7 @@ def workload(width: int = 64) -> bw.Workload:
 
 def tuned(file: Path, **changes: Any) -> Any:
     settings = {"on": "a100-40gb", "limit": 256, "steps": 40, "skip": ("estimate", "fit"), "file": file, **changes}
-    return bw.tune(workload(), **settings)
+    return bw.tune(f"{__file__}:workload", **settings)
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +62,23 @@ def test_a_run_of_the_same_workload_is_taken_as_it_is(first: Any, file: Path) ->
     assert "is that of the run of" in again["how"]
 
 
-def test_one_of_another_batch_is_not(first: Any, file: Path) -> None:
-    about = {**first.run["workload"], "learning_rate": 0.5}
-    request = bw.tune.__globals__["TuneRequest"](on="a100-40gb")
+def test_one_of_another_question_is_not(first: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about, request = first.run["workload"], TuneRequest(on="a100-40gb", steps=40)
+    assert noise_here.take_from(file, about, request, print)
+    assert noise_here.take_from(file, {**about, "learning_rate": 0.5}, request, print) == {}
+    assert noise_here.take_from(file, about, TuneRequest(on="a100-40gb", steps=41), print) == {}
+    assert noise_here.take_from(file.with_name("none.json"), about, request, print) == {}
+    monkeypatch.setattr(noise_here, "_has_changed_since", lambda run: True)
     assert noise_here.take_from(file, about, request, print) == {}
-    assert noise_here.take_from(file.with_name("none.json"), first.run["workload"], request, print) == {}
+
+
+def test_a_workload_whose_file_is_younger_has_changed(tmp_path: Path) -> None:
+    source = tmp_path / "train.py"
+    source.write_text("")
+    run = {"workload": {"target": f"{source}:workload"}, "created": "2001-01-01T00:00:00+00:00"}
+    assert noise_here._has_changed_since(run)
+    assert not noise_here._has_changed_since({**run, "created": "2999-01-01T00:00:00+00:00"})
+    assert noise_here._has_changed_since({**run, "workload": {"target": None}})
 
 
 def test_what_takes_too_long_here_is_not_begun_and_the_answer_says_how_to_have_it(

@@ -11,8 +11,10 @@ Promises:
 
 from __future__ import annotations
 
+import datetime
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +33,6 @@ from batchwright.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from batchwright.tuning.run_file import Measured, Run, Section
     from batchwright.tuning.tune import TuneRequest
@@ -145,10 +146,9 @@ def take_from(file: Path, about: Section, request: TuneRequest, say: Say) -> dic
     except BatchwrightError:
         return {}
     known: dict[str, Any] = before["workload"]
-    if any(known.get(name) != about.get(name) for name in _SAME) or request.noise_batch not in (
-        None,
-        before["noise"].get("effective_batch"),
-    ):
+    is_same = all(known.get(name) == about.get(name) for name in _SAME) and (known.get("steps") or 0) >= request.steps
+    is_at_batch = request.noise_batch in (None, before["noise"].get("effective_batch"))
+    if not is_same or not is_at_batch or _has_changed_since(before):
         return {}
     taken = {name: before[name] for name in ("noise", "branches") if is_done(before[name])}
     if "noise" in taken:
@@ -156,3 +156,12 @@ def take_from(file: Path, about: Section, request: TuneRequest, say: Say) -> dic
         taken["noise"] = {**taken["noise"], "how": how}
         say(how)
     return taken
+
+
+def _has_changed_since(run: Run) -> bool:
+    """Whether what is trained may be another thing by now: its files are younger than the run, or not known."""
+    about = run["workload"]
+    words = [str(about.get("target") or "").partition(":")[0], *(about.get("script") or ())]
+    files = [Path(word) for word in words if word.endswith(".py") and Path(word).is_file()]
+    created = datetime.datetime.fromisoformat(run["created"]).timestamp()
+    return not files or any(file.stat().st_mtime > created for file in files)
