@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from batchwright import Workload, tune
-from batchwright.errors import BatchwrightError
 from batchwright.planning.time_to_loss import StepSeconds
 from batchwright.tuning.rate_sweep import climb, train_at_rates
 from batchwright.tuning.run_file import Measured
@@ -26,6 +25,7 @@ def least_squares(rate: float) -> Workload:
 @pytest.mark.parametrize("rate", [0.15, 0.35])
 def test_the_sweep_finds_the_rate_of_a_quadratic(rate: float) -> None:
     swept = train_at_rates(least_squares(rate), 256, steps=10, trainings=6)
+    assert swept.best is not None
     assert 0.25 < rate * swept.best < 0.8
     assert swept.open_sides == (False, False)
 
@@ -36,9 +36,20 @@ def test_a_side_that_was_not_tried_is_named() -> None:
     assert swept.to_dict()["is_highest_tried"] is True
 
 
-def test_rates_that_all_diverge_are_an_error() -> None:
-    with pytest.raises(BatchwrightError, match="at none of 3 learning rates"):
-        train_at_rates(least_squares(1e30), 64, steps=10, trainings=3)
+def test_where_every_rate_diverges_none_is_recommended() -> None:
+    swept = train_at_rates(least_squares(1e6), 64, steps=10, trainings=3)
+    assert swept.best is None
+    tuned = tune(
+        least_squares(60.0), effective_batch=64, limit=64, steps=60, noise_batch=64, skip=("estimate", "audit", "noise")
+    )
+    assert tuned.learning_rate is None
+
+
+def test_a_loss_that_grows_and_stays_finite_is_no_answer() -> None:
+    swept = train_at_rates(least_squares(1.5), 256, steps=8, trainings=4)
+    assert swept.best is not None
+    assert 1.5 * swept.best < 1
+    assert math.isinf(swept.losses[1.0])
 
 
 def test_a_climb_away_from_infinity_goes_down() -> None:

@@ -95,11 +95,15 @@ def command(ctx: click.Context, /, target: str | Script, framework: str | None, 
     target = settle_target(ctx, target, options, for_scripts=_FOR_SCRIPTS)
     options["shape"] = parse_shape(options.pop("shapes"))
     options["skip"] = tuple(name.strip() for name in (options["skip"] or "").split(",") if name.strip())
-    batches, _, places = (options["branch_batches"] or "").partition("@")
-    options["branch_batches"] = tuple(parse_whole_number(part, "--branches") for part in batches.split(",") if batches)
-    options["branch_steps"] = tuple(
-        parse_whole_number(part, "--branches ...@STEPS", least=0) for part in (places or "0").split(",")
-    )
+    if options["branch_batches"] is not None:
+        batches, at, places = options["branch_batches"].partition("@")
+        options["branch_batches"] = tuple(parse_whole_number(part, "--branches") for part in batches.split(","))
+        steps = places.split(",") if at else ["0"]
+        options["branch_steps"] = tuple(
+            parse_whole_number(part, "the steps behind @ of --branches", least=0) for part in steps
+        )
+    else:
+        options["branch_batches"] = ()
     ranks = read_place().world_size
     if options["devices"] is None:
         options["devices"] = ranks

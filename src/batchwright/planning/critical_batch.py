@@ -241,7 +241,10 @@ def fit_critical(steps: Mapping[int, Sequence[float]]) -> CriticalBatch | None:
     141 [127, 157] samples
 
     The sharper bend is taken: tuned branches and grids of whole runs agree by it. If the steps go on halving, it has no
-    upper end.
+    upper end. Seeds that took no step at a batch are left out; None if no other is there.
+
+    >>> print(fit_critical({32: [400.0, 0.0], 128: [150.0, 0.0], 512: [90.0, 2.0]}))
+    147 [147, 147] samples
     """
     sizes = sorted(steps)
     if len(sizes) < 2:
@@ -257,8 +260,11 @@ def fit_critical(steps: Mapping[int, Sequence[float]]) -> CriticalBatch | None:
     def fit(logs: Sequence[float]) -> float:
         return min(places, key=lambda critical: misfit(critical, logs))
 
-    seeds = list(zip(*(steps[size] for size in sizes), strict=True))
-    value = fit([math.log(fmean(steps[size])) for size in sizes])
+    # A seed that stood at the loss from the beginning tells nothing.
+    seeds = [seed for seed in zip(*(steps[size] for size in sizes), strict=True) if min(seed) > 0]
+    if not seeds:
+        return None
+    value = fit([math.log(fmean(column)) for column in zip(*seeds, strict=True)])
     by_seed = [math.log(fit([math.log(one) for one in seed])) for seed in seeds]
     error = stdev(by_seed) / math.sqrt(len(seeds)) if len(seeds) > 1 else 0.0
     reach, is_open = math.exp(_ENDS * error), value * _FINENESS > most

@@ -106,10 +106,17 @@ def pick_critical(measured: Measured, horizon: Horizon | None, given: float | No
     carried = [_carried(estimate, course if in_samples else None, horizon) for estimate in estimates]
     finite = [estimate for estimate in carried if math.isfinite(estimate.value)]
     if finite:
-        along = averaged(finite)
+        along, note = averaged(finite), ""
+        endless = [estimate for estimate in carried if not math.isfinite(estimate.value)]
+        if endless:  # a bound below what the others say adds nothing, one above it is as much as is known
+            least = max(estimate.low for estimate in endless)
+            along = replace(along, value=max(along.value, least), high=max(along.high, least))
+            note = (
+                f"branches from {counted(len(endless), 'place')} of the run found no upper end: {figure(least)} or more"
+            )
         if in_samples is None:
-            return CriticalUsed(along, "branches")
-        return CriticalUsed(pooled([in_samples, along]), "noise scale and branches")
+            return CriticalUsed(along, "branches", note)
+        return CriticalUsed(pooled([in_samples, along]), "noise scale and branches", note)
     # Branches without a value are a lower bound: they rule out a noise scale below it, and nothing else.
     bound = max(carried, key=lambda estimate: estimate.low)
     if in_samples is None or in_samples.value < bound.low:
@@ -204,7 +211,7 @@ def choose(
 def _usable_value(critical: CriticalBatch) -> float | None:
     if not critical.resolved and critical.low <= 0:
         return None
-    return critical.likely().value if critical.known_value > 0 else None
+    return critical.likely().value if 0 < critical.known_value < math.inf else None
 
 
 def _soonest_reason(likely: LikelyTime, split: Plan, critical: CriticalBatch, until: str) -> str:
@@ -214,6 +221,8 @@ def _soonest_reason(likely: LikelyTime, split: Plan, critical: CriticalBatch, un
         reason += f" ({until})"
     if critical.evidence == "given":
         reason += f" at a critical batch of {about}{critical}"
+    elif critical.widened().spread == critical.spread:
+        reason += f": by {critical.evidence} the critical batch is {about}{critical}"
     else:
         reason += (
             f": the {critical.evidence} is {critical}, and with what such estimates were off by elsewhere the critical "
@@ -238,19 +247,24 @@ def seconds_to_horizon(measured: Measured, choice: Choice, horizon: Horizon | No
 
 
 def recommend_rate(measured: Measured, choice: Choice, batch: int) -> RecommendedRate | None:
-    """Return the learning rate for a batch, tuned by a race, branches or a sweep, or by a rule; None without any."""
+    """Return the learning rate for a batch, tuned by a race, branches or a sweep, or by a rule; None without any.
+
+    Where groups of parameters have different rates it is what to multiply them by: a rate of 1 now.
+    """
     workload = measured.workload
-    if workload is None or workload.learning_rate is None:
+    if workload is None or workload.optimizer is None:
         return None
-    now, ruled = workload.learning_rate, None
+    now, ruled = 1.0 if workload.learning_rate is None else workload.learning_rate, None
     if measured.race is not None and measured.race.reaches_horizon:
         return rate_from_race(now, measured.race.factors, batch)
-    if workload.optimizer is not None and measured.noise is not None and choice.critical is not None:
+    if measured.noise is not None and choice.critical is not None:
         before = measured.noise.effective_batch
         ruled = rate_by_rule(now, workload.optimizer, before, batch, choice.critical)
     swept, branches = measured.rate, measured.branches
     if swept is not None and swept.batch == batch:
-        return rate_from_sweep(now, swept.factor, batch, swept.open_sides, ruled)
+        if swept.factor is None:
+            return None
+        return rate_from_sweep(now, swept.factor, batch, swept.open_sides, ruled, too_high=swept.too_high)
     if branches is not None and branches.factors:
         return rate_from_branches(now, branches.factors, batch, ruled)
     return ruled

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.device.device import open_device
 from batchwright.errors import BatchwrightError, InvalidInputError
-from batchwright.noise.branch_training import BranchRequest, SeedBranches, averaged, steps_to
+from batchwright.noise.branch_training import BranchRequest, SeedBranches, smoothed, steps_to
 from batchwright.noise.interval import student_t
 from batchwright.noise.measure_critical_batch import steps_or_more, tune_factor
 from batchwright.planning.critical_batch import Range
@@ -183,7 +183,7 @@ def race(
             if run.known(request) is None:
                 to = "" if goal is None else f" to a loss of {goal:.4g}"
                 progress(f"seed {run.seed}: batch {batch:,}, learning rate x {factor:.3g}, {steps:,} steps{to}")
-            return averaged(run.train(request, first_batch=first), _LOOKS)
+            return smoothed(run.train(request, first_batch=first), _LOOKS)
 
         farthest = tune_factor(
             factor_of(first),

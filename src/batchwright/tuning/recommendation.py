@@ -78,7 +78,8 @@ def advise_run(run: Run, request: TuneRequest) -> None:
         run["plan"] = run["recommendation"] = {"skipped": f"failed: {error}"}
         return
     split, likely, critical = choice.plan, choice.likely, choice.critical
-    rate = recommend_rate(measured, choice, choice.plan.effective_batch)
+    advised = recommend_rate(measured, choice, choice.plan.effective_batch)
+    rate = None if measured.workload is None or measured.workload.learning_rate is None else advised
     seconds = None if measured.throughput is None else measured.throughput.step_seconds(split)
     # What other set-ups would give.
     others = (_with_twice_the_memory, _with_twice_the_devices, _with_checkpointing)
@@ -119,7 +120,7 @@ def advise_run(run: Run, request: TuneRequest) -> None:
                 why_not,
                 _way_to(horizon),
                 used.note,
-                _no_rate(measured, rate),
+                _on_rates(measured, advised),
                 _poor_line(measured),
             )
             if text
@@ -274,22 +275,22 @@ def _choose_again(
     )
 
 
-def _no_rate(measured: Measured, rate: RecommendedRate | None) -> str:
-    workload = measured.workload
-    if rate is not None or workload is None or workload.optimizer is None:
+def _on_rates(measured: Measured, advised: RecommendedRate | None) -> str:
+    """What is to know of the learning rate beside the one that is recommended."""
+    workload, swept = measured.workload, measured.rate
+    if workload is None or workload.optimizer is None:
         return ""
-    if workload.learning_rate is None and measured.race is not None and measured.race.reaches_horizon:
-        raced = measured.race.factors
-        return f"multiply the learning rate of every group by {raced[measured.race.winner]:.3g}, as in the race"
-    if workload.learning_rate is None and measured.rate is not None:
-        tried = f"as in short trainings at batch {measured.rate.batch:,}"
-        return f"multiply the learning rate of every group by {measured.rate.factor:.3g}, {tried}"
-    reason = (
-        "groups of parameters have different ones"
-        if workload.learning_rate is None
-        else "neither branches nor a rule gives another"
-    )
-    return f"the learning rate is left as it is: {reason}"
+    if advised is not None:
+        if workload.learning_rate is not None:
+            return ""
+        factor = f"{advised.factor:.3g} [{advised.low:.3g}, {advised.high:.3g}]"
+        return f"multiply the learning rate of every group of parameters by {factor}: {advised.rule}"
+    if swept is not None and swept.factor is None:
+        return (
+            f"no learning rate is recommended: at none that was tried did the loss of batch {swept.batch:,} come down "
+            "in a short training; a lower one in the workload may"
+        )
+    return "the learning rate is left as it is: neither branches nor a rule gives another"
 
 
 def _way_to(horizon: Horizon | None) -> str:
@@ -322,10 +323,11 @@ def _in_short(choice: Choice, changes: Sequence[Change], *, is_chosen: bool) -> 
         return f"{counted(batch, 'sample')} per step are one micro-batch on each device, no recommendation: {missing}"
     good = likely.as_good
     if good is None:
+        has_branches = "branches" in (choice.critical_from or "")
+        better, tell = ("a race", "tells") if has_branches else ("branches or a race", "tell")
         return (
             f"{use}, which is within 5 % of the soonest with a chance of {100 * likely.chance(batch):.0f} %; no range "
-            "around it is sure to be as good, and branches or a race, which tell the critical batch better, may change "
-            "it"
+            f"around it is sure to be as good, and {better}, which {tell} the critical batch better, may change it"
         )
     as_good = "nothing else is as good" if good[0] == good[1] else f"{good[0]:,} to {good[1]:,} are as good"
     larger = [change for change in changes if change.effective_batch and change.effective_batch > good[1]]

@@ -72,7 +72,13 @@ _NEEDED: dict[str, Section] = {
         "reaches_horizon": bool,
         "summary": str,
     },
-    "rate": {"batch": int, "learning_rate_factor": _NUMBER, "is_lowest_tried": bool, "is_highest_tried": bool},
+    "rate": {
+        "batch": int,
+        "learning_rate_factor": _MAYBE,
+        "is_lowest_tried": bool,
+        "is_highest_tried": bool,
+        "too_high_from": _MAYBE,
+    },
 }
 _STRETCH: dict[str, Any] = {
     "step": int,
@@ -427,16 +433,18 @@ class RateSection:
     """The best of a few learning rates at one batch."""
 
     batch: int
-    factor: float
-    """Of the workload's own rate."""
+    factor: float | None
+    """Of the workload's own rate; None if the loss came down at none that was tried."""
     open_sides: tuple[bool, bool]
     """Whether no lower one was tried, and no higher one."""
+    too_high: float
+    """The lowest factor at which the loss did not come down; infinite if there was none."""
 
     @classmethod
     def read(cls, section: Section) -> RateSection:
         """Read the section `rate`."""
         sides = section["is_lowest_tried"], section["is_highest_tried"]
-        return cls(section["batch"], section["learning_rate_factor"], sides)
+        return cls(section["batch"], section["learning_rate_factor"], sides, section["too_high_from"] or math.inf)
 
 
 _READERS: dict[str, Callable[[Section], Any]] = {

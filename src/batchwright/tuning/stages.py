@@ -24,7 +24,7 @@ from batchwright.device.batches import make_batch
 from batchwright.device.device import open_device
 from batchwright.device.outcome import is_too_small
 from batchwright.device.step import build_optimizers, checked_loss, needing_larger_micro_batches
-from batchwright.errors import InvalidInputError, NothingFitsError
+from batchwright.errors import BatchwrightError, InvalidInputError, NothingFitsError, RankFailedError, StepFailedError
 from batchwright.fitting.fit import fit
 from batchwright.fitting.fit_result import NEAR_BEST
 from batchwright.memory.estimate import estimate
@@ -332,20 +332,33 @@ def watch_noise(work: Workload, measured: Measured, request: TuneRequest, say: S
 
 def train_branches(work: Workload, measured: Measured, request: TuneRequest, say: Say) -> Section:
     """Train short branches at several batches, from one place of the run or several: the critical batch itself."""
-    sections = []
+    sections: list[Section] = []
+    failures: list[BatchwrightError] = []
     for place in request.branch_steps:
         if len(request.branch_steps) > 1:
             say(f"branches from step {place:,} on")
-        measurement = measure_critical_batch(
-            work,
-            batches=request.branch_batches,
-            steps=max(request.steps, 20),
-            seeds=_BRANCH_SEEDS,
-            warm_up=place,
-            largest=measured.micro_batch,
-            on=request.on,
-            shape=request.shape or None,
-            progress=say,
-        )
+        try:
+            measurement = measure_critical_batch(
+                work,
+                batches=request.branch_batches,
+                steps=max(request.steps, 20),
+                seeds=_BRANCH_SEEDS,
+                warm_up=place,
+                largest=measured.micro_batch,
+                on=request.on,
+                shape=request.shape or None,
+                progress=say,
+            )
+        except (StepFailedError, RankFailedError):
+            raise
+        except BatchwrightError as error:
+            say(f"branches from step {place:,} failed: {error}")
+            error.add_note(f"Branches from step {place:,}.")
+            failures.append(error)
+            continue
         sections.append({**measurement.to_dict(), "first_step": place})
-    return {**sections[0], "later": sections[1:]}
+    if not sections:
+        raise failures[0]
+    first, *later = sections
+    notes = [f"a place of the run is left out: {error} {' '.join(error.__notes__)}" for error in failures]
+    return {**first, "notes": [*first["notes"], *notes], "later": later}

@@ -34,7 +34,7 @@ from batchwright.tuning.race import race_batches
 from batchwright.tuning.rate_sweep import sweep_rates
 from batchwright.tuning.recommendation import advise_run
 from batchwright.tuning.run_file import Measured, Run, Section, is_done, new_run, read_run_to_resume, write_run
-from batchwright.units import parse_bytes, positive_number, shortened, whole_number
+from batchwright.units import counted, parse_bytes, positive_number, shortened, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -87,6 +87,13 @@ class TuneRequest:
         object.__setattr__(self, "branch_batches", tuple(self.branch_batches))
         places = {whole_number(place, "branch steps", least=0) for place in self.branch_steps}
         object.__setattr__(self, "branch_steps", tuple(sorted(places)) or (0,))
+        if len(set(self.branch_batches)) == 1 or (not self.branch_batches and self.branch_steps != (0,)):
+            raise InvalidInputError(
+                f"branches compare two batches or more; received {counted(len(self.branch_batches), 'batch')}.",
+                remedy="branch_batches=(16, 64), branch_steps=(0, 500)",
+            )
+        for batch in self.branch_batches:
+            whole_number(batch, "branch batches")
         for name in self.skip:
             if name not in STAGES:
                 raise InvalidInputError(
@@ -419,7 +426,9 @@ def _read(path: Path | None, about: Section, say: Say) -> Run:
     run, damaged = read_run_to_resume(path)
     if damaged:
         say(f"damaged in '{path}', and measured again: {', '.join(damaged)}")
-    different = [name for name in about if name not in _MAY_DIFFER and about[name] != run["workload"].get(name)]
+    defaults = TuneRequest(on=about["on"]).to_dict()  # what a run of an older version did not ask
+    before = {**defaults, **run["workload"]}
+    different = [name for name in about if name not in _MAY_DIFFER and about[name] != before.get(name)]
     if different:
         raise InvalidInputError(
             f"the run at '{path}' was asked something else: {', '.join(different)} differ.",
