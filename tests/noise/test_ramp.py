@@ -58,6 +58,7 @@ def test_with_step_times_it_follows_the_soonest_batch(fixed: float, largest: int
     times = {size: fixed + size for size in (8, 64)}
     ramp, accumulator = run(lambda noise: BatchRamp(noise, max_accumulation=8, step_times=times), steps=500)
     assert accumulator.accumulation * 4 == largest
+    assert bool(ramp.decisions) == (largest > 8)
     assert all("times as far in the same time" in decision.reason for decision in ramp.decisions)
 
 

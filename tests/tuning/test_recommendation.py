@@ -53,6 +53,34 @@ def test_branches_and_the_noise_scale_are_taken_together_by_their_precision() ->
     assert both.spread < alone.spread
 
 
+def test_places_of_a_run_are_averaged_and_one_without_an_upper_end_is_named() -> None:
+    def place(step: int, value: float | None, low: float) -> dict[str, Any]:
+        critical = {**CRITICAL, "value": value, "low": low, "high": value and value * 1.1, "evidence": "branches"}
+        return {"critical_batch": {**critical, "resolved": value is not None}, "ratio": None, "first_step": step}
+
+    def critical_of(*places: dict[str, Any]) -> float:
+        advice = advised(by_hand(branches={**places[0], "later": list(places[1:])}))
+        return float(advice["critical_batch"]["value"])
+
+    one, other = place(0, 400.0, 380.0), place(500, 1600.0, 1500.0)
+    assert critical_of(one) < critical_of(one, other) == critical_of(other, one) < critical_of(other)
+    endless = place(500, None, 3000.0)
+    assert critical_of(one, endless) > critical_of(one)
+    notes = advised(by_hand(branches={**one, "later": [endless]}))["notes"]
+    assert "branches from 1 place of the run found no upper end: 3,000 or more" in notes
+
+
+def test_groups_of_parameters_are_told_a_factor_with_its_interval() -> None:
+    run = by_hand(rate={"batch": 128, "learning_rate_factor": 2.0, "is_lowest_tried": False, "is_highest_tried": False})
+    run["rate"]["too_high_from"] = 3.0
+    run["workload"]["learning_rate"] = None
+    advice = advised(run, effective_batch=128)
+    assert advice["learning_rate"] is None
+    assert any(
+        note.startswith("multiply the learning rate of every group of parameters by 1.") for note in advice["notes"]
+    )
+
+
 @pytest.mark.parametrize("noise_low", [300.0, 0.0])
 def test_measure_critical_batch_without_an_upper_end_do_not_replace_a_noise_scale(noise_low: float) -> None:
     noise = {"critical_batch": {**CRITICAL, "low": noise_low}, "effective_batch": 64}
