@@ -191,7 +191,7 @@ class Correction:
 
         >>> run = RecordedRun("step", "card", None, 8, PeakBytes(110, 150, 200))
         >>> Correction.between(run, PeakBytes(100, 130, 190))
-        Correction(allocated=10, reserved=20, context=50)
+        Correction(allocated=10, reserved=20, context=50, seconds=None)
         """
         (allocated, reserved), device = run.peak_bytes.of_allocator, run.peak_bytes.device
         expected_allocated, expected_reserved = predicted.of_allocator

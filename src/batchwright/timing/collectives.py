@@ -46,7 +46,7 @@ _SCALES = {"M": 1e6, "G": 1e9, "T": 1e12, "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s
 class Network:
     """What joins nodes: bytes per second of one node, one way, and the seconds that a doubling of nodes adds.
 
-    >>> Network.parse("400Gb/s").node_bytes, Network.parse("50GB/s, 20us").latency
+    >>> Network.parse("400Gb/s").node_bytes, round(Network.parse("50GB/s, 20us").latency, 9)
     (50000000000.0, 2e-05)
     """
 

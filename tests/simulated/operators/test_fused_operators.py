@@ -28,6 +28,9 @@ class ListeningCard(SimulatedCard):
         super().__init__(find_card("a100-40gb"))
         self.asked: list[tuple[int, str, str]] = []
 
+    def twin(self) -> SimulatedCard:
+        return ListeningCard()
+
     def malloc(self, num_bytes: int, owner: Any = ("", "", "")) -> Any:
         self.asked.append((num_bytes, owner[0], owner[2]))
         return super().malloc(num_bytes, owner)
