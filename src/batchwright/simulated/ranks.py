@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -47,10 +48,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from batchwright.errors import CannotTraceError, InvalidInputError
+from batchwright.simulated import has_name
 from batchwright.simulated.pipelines import running_stages
 from batchwright.simulated.torch_patches.backend import NAME
 from batchwright.simulated.torch_patches.patches import Patch, applied, do_nothing, refusing, undone
 from batchwright.simulated.torch_patches.torch_cuda import SEEN_AS, seen_device
+
+if not has_name("distributed._meta_registrations"):
+    # What collectives do to tensors without memory: torch 2.10 knows it only once this is imported.
+    import_module("torch.distributed._tools.fake_collectives")
 
 # The ways into a mesh after which it makes another one, or reads its numbers; not every torch has all of them.
 _READ_NUMBERS = ("__getitem__", "_flatten", "_unflatten", "get_local_rank", "_get_all_submeshes", "__repr__")
