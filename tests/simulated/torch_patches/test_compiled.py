@@ -191,6 +191,21 @@ def test_a_graph_that_inductor_refuses_is_traced_as_eager_and_says_so() -> None:
     assert "traced as eager" in note
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_function_that_dynamo_fails_at_is_traced_as_eager_and_says_so(
+    fullgraph: bool, monkeypatch: pytest.MonkeyPatch, recorded: Recorded
+) -> None:
+    # As with a torch that lacks a name.
+    converter: Any = import_module("torch._subclasses.fake_tensor").FakeTensorConverter
+    monkeypatch.setattr(converter, "from_real_tensor", lambda *_, **__: getattr(torch, "no_such_name"))  # noqa: B009
+    compiled, (note,) = found(lambda: torch.compile(Waves(), fullgraph=fullgraph))
+    monkeypatch.undo()
+    assert compiled == found(Waves)[0]
+    assert "no_such_name" in note
+    assert "traced as eager" in note
+    recorded.check()
+
+
 def test_an_operator_without_a_fake_rule_is_named_with_the_users_line() -> None:
     with pytest.raises(CannotTraceError, match=r"(?s)tests_compiled::thrice.*register_fake") as caught:
         found(lambda: torch.compile(Custom(thrice)))

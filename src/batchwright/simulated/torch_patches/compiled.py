@@ -1,7 +1,8 @@
 """`torch.compile` in a simulated run: Dynamo, AOTAutograd and Inductor do their work, and its result is traced.
 
 Replaces: torch.compile, torch.nn.Module.compile, torch._TorchCompileInductorWrapper.__call__,
-torch._dynamo.eval_frame._maybe_set_eval_frame, torch._dynamo.convert_frame.CatchErrorsWrapper.__call__ and
+torch._dynamo.eval_frame._maybe_set_eval_frame and its set_fullgraph_compiled_frame_count,
+torch._dynamo.convert_frame.CatchErrorsWrapper.__call__, torch._dynamo.output_graph.OutputGraph.example_inputs,
 torch._dynamo.guards.GuardBuilder.TORCH_FUNCTION_STATE, torch._dynamo.variables.optimizer.OptimizerVariable.call_method.
 What else is replaced while something is compiled is listed in
 `inductor.py` and `seen_as_cuda.py`.
@@ -10,7 +11,7 @@ Promises:
 - Dynamo meets torch as it is: what stands in for torch in a run is put aside while it looks, and while what it has
   compiled checks that it still holds;
 - nothing that happens while a graph is compiled is counted;
-- a graph that cannot be lowered runs as it is, and a note says which, and why;
+- a function that Dynamo fails at, and a graph that cannot be lowered, runs as it is, and a note says which, and why;
 - CUDA graphs are refused: they keep memory pools of their own;
 - nothing that was compiled in a run, and nothing that Dynamo learnt of sizes in it, is found after it.
 """
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
@@ -55,7 +57,7 @@ class Compiler:
         self._device, self._capability = device, capability
         self._note, self._note_kernel, self._note_fused = note, note_kernel, note_fused
         self._sight = Sight()
-        self._is_compiling = False
+        self._is_compiling = self._has_failed = False
         # The code of every function that was compiled, and the one that is.
         self._codes: dict[Any, None] = {}
         self._place = ""
@@ -78,16 +80,24 @@ class Compiler:
         # No bound method: what stands in a class is handed the instance.
         yield Patch(torch._TorchCompileInductorWrapper, "__call__", lambda *args, **named: self._lower(*args, **named))
         frames: Any = import_module("torch._dynamo.convert_frame")
+        internal_error = import_module("torch._dynamo.exc").InternalTorchDynamoError
+        strategy = import_module("torch._dynamo.types").FrameExecStrategy
         compile_frame = frames.CatchErrorsWrapper.__call__
 
         def compile_without_ours(callback: Any, frame: Any, *state: Any) -> Any:
             if frame.f_code.co_filename.startswith(_OURS):
-                return frames.ConvertFrameReturn(skip_reason="it stands in for torch's own")
+                return frames.ConvertFrameReturn()  # skipped: it stands in for torch's own
             self._codes[frame.f_code] = None
             self._place = _place_of(frame)
             self._modes = _get_current_dispatch_mode_stack()
-            with self._compiling(), _without_function_modes():
-                returned = compile_frame(callback, frame, *state)
+            try:
+                with self._compiling(), _without_function_modes():
+                    returned = compile_frame(callback, frame, *state)
+            except (internal_error, AssertionError) as error:
+                # Not the user's, whose errors have classes of their own, or are met again where this runs as it is.
+                self._note_eager(self._place, error)
+                self._has_failed = True
+                return frames.ConvertFrameReturn(strategy(frames.FrameAction.SKIP, frames.FrameAction.SKIP))
             if returned.frame_exec_strategy.cur_action == frames.FrameAction.RUN_ONLY:
                 self._note(
                     f"{self._place}: torch gave up compiling it after {torch._dynamo.config.recompile_limit} times, as "
@@ -96,11 +106,28 @@ class Compiler:
             return returned
 
         yield Patch(frames.CatchErrorsWrapper, "__call__", compile_without_ours)
+        graphs: Any = import_module("torch._dynamo.output_graph").OutputGraph
+        examples = graphs.example_inputs
+        yield Patch(graphs, "example_inputs", lambda graph: list(map(_as_traced, examples(graph))))
         yield self._calls_put_aside()
         yield self._states_of_optimizers()
+        yield from self._graphs_counted()
         # The modes of this run are its own, and hold as long as it does.
         guards: Any = import_module("torch._dynamo.guards").GuardBuilder
         yield Patch(guards, "TORCH_FUNCTION_STATE", lambda *_: None)
+
+    def _graphs_counted(self) -> Iterator[Patch]:
+        """A function that is to be one graph, and that Dynamo has failed at, is not refused for having none."""
+        frames: Any = import_module("torch._dynamo.eval_frame")
+        set_count: Any = getattr(frames, "set_fullgraph_compiled_frame_count", None)
+        if set_count is None:
+            return  # torch 2.10 does not count them
+
+        def count(number: int) -> int:
+            before: int = set_count(number)
+            return 1 if number < 0 and not before and self._has_failed else before
+
+        yield Patch(frames, "set_fullgraph_compiled_frame_count", count)
 
     def _states_of_optimizers(self) -> Patch:
         """Dynamo has an optimizer make its state for real, so that belongs to the step."""
@@ -226,6 +253,16 @@ def _is_of_card(graph: Any, inputs: Any) -> bool:
     return any(isinstance(tensor, torch.Tensor) and is_on_card(tensor) for tensor in inputs) or any(
         isinstance(device, torch.device) and device.type == "cuda" for device in devices
     )
+
+
+def _as_traced(value: Any) -> Any:
+    """An input as AOTAutograd makes it of a real tensor; that of torch 2.10 takes no fake one of another mode."""
+    tracing: Any = torch._guards.TracingContext.try_get()
+    mode = tracing and tracing.fake_mode
+    if mode is None or not isinstance(value, FakeTensor) or value.fake_mode is mode:
+        return value
+    sizes = tracing.tensor_to_context.get(value)
+    return mode.from_tensor(value, symbolic_context=sizes, source=sizes and sizes.tensor_source, trace=sizes is None)
 
 
 def _boxed(graph: Any) -> Callable[[list[Any]], Any]:

@@ -2,8 +2,8 @@
 
 Replaces, while a graph is compiled: torch._inductor.graph.get_wrapper_codegen_for_device,
 torch._inductor.graph.GraphLowering._compile_to_module_lines, torch._inductor.compile_fx.fx_codegen_and_compile,
-torch._functorch.partitioners.functionalize_rng_ops, and settings of torch._inductor, torch._functorch and torch._dynamo
-that would write to a cache on disk or start processes.
+torch._inductor.output_code.align_inputs_from_check_idxs, torch._functorch.partitioners.functionalize_rng_ops, and
+settings of torch._inductor, torch._functorch and torch._dynamo that would write to a cache on disk or start processes.
 
 Promises:
 - which buffers there are, when each is taken, reused and let go, is decided by Inductor itself: its passes, its
@@ -117,6 +117,9 @@ def _patches(
         return lowered
 
     yield Patch(compile_fx, "fx_codegen_and_compile", lower_once)
+    # Inputs are taken to be aligned, as they are where the wrapper itself would copy them.
+    output_code = import_module("torch._inductor.output_code")
+    yield Patch(output_code, "align_inputs_from_check_idxs", lambda call, *_: call)
     if device.type != "cpu":
         # Random states that a recomputed operator of the card sets back lie on the host, and here nothing is drawn.
         partitioners = import_module("torch._functorch.partitioners")

@@ -82,6 +82,10 @@ def is_inside() -> bool:
     return scope is not None and scope.is_open
 
 
+# What Dynamo compiles in a run is forgotten with it, so that it need not ask again; torch 2.10 cannot.
+is_inside._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def is_on_simulated_card() -> bool:
     """Whether this thread, or the one that started it, runs on a simulated card just now."""
     scope = _here.scope

@@ -30,8 +30,9 @@ from batchwright.simulated.torch_patches.patches import Patch, outside
 CUDA = torch.device("cuda", 0)
 _TRUE_DEVICE: Any = vars(FakeTensor)["device"]
 _DISPATCH: Any = FakeTensorMode.dispatch
-# Not in torch 2.10.
+# Which device a fake tensor keeps; torch 2.10 decides it where one is made.
 _NORMALIZE: Any = getattr(FakeTensor, "_normalize_fake_device", None)
+_NEW: Any = FakeTensor.__new__
 
 
 class Sight:
@@ -68,10 +69,15 @@ class Sight:
         def normalize(device: torch.device) -> torch.device:
             return _NORMALIZE(card_device(device))  # type: ignore[no-any-return]
 
+        def make(kind: Any, mode: Any, elem: Any, device: Any, *rest: Any, **named: Any) -> Any:
+            return _NEW(kind, mode, elem, card_device(device), *rest, **named)
+
         yield Patch(FakeTensor, "device", property(device))
         yield Patch(FakeTensor, "is_cuda", property(lambda tensor: device(tensor).type == "cuda"))
         if _NORMALIZE is not None:
             yield Patch(FakeTensor, "_normalize_fake_device", staticmethod(normalize))
+        else:
+            yield Patch(FakeTensor, "__new__", staticmethod(make))
         yield Patch(FakeTensorMode, "dispatch", dispatch)
 
 
