@@ -60,9 +60,9 @@ CORE := $(addprefix tests/accumulate/test_, micro_batches.py precise.py step.py 
   $(addprefix tests/device/test_, counted_bytes.py step.py) \
   $(addprefix tests/memory/test_, on_card.py) \
   $(addprefix tests/noise/capture/test_, half_batches.py own_loop.py) \
-  $(addprefix tests/simulated/test_, card.py torch_names.py) \
+  $(addprefix tests/simulated/test_, card.py ranks.py torch_names.py) \
   $(addprefix tests/simulated/operators/test_, attention.py autocast.py) \
-  $(addprefix tests/simulated/torch_patches/test_, patches.py redirected_calls.py) \
+  $(addprefix tests/simulated/torch_patches/test_, compiled.py patches.py redirected_calls.py) \
   $(addprefix tests/state/test_, kept_state.py untouched.py) \
   $(addprefix tests/trace/test_, attention_workspace.py cpu_kernels.py cpu_workspaces.py gradient_adds.py host_batches.py \
     outside_tensors.py trace.py)

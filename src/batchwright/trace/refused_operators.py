@@ -51,8 +51,8 @@ class NotFollowedError(Exception):
         self.reason = reason
 
 
-# FakeTensorDeviceMismatchError of torch 2.13; earlier ones raise a plain RuntimeError in other words.
-_TWO_DEVICES = re.compile(rf"two (different )?devices,? .*\b{SIMULATED}:0")
+# FakeTensorDeviceMismatchError of torch 2.13; earlier ones raise a plain RuntimeError, with the operator in its words.
+_TWO_DEVICES = re.compile(rf"(for (?P<operator>\S+), found )?two (different )?devices,? .*\b{SIMULATED}:0")
 
 
 @contextmanager
@@ -74,8 +74,8 @@ def explaining(what: str) -> Iterator[None]:
                 remedy="a rule, which torch.compile needs on a real card too: torch.library.register_fake; or the step "
                 "without torch.compile, for its eager peak",
             ) from error
-        if _TWO_DEVICES.search(str(error)):
-            operator = str(getattr(error, "func", "an operator")).removesuffix(".default")
+        if (mixed := _TWO_DEVICES.search(str(error))) is not None:
+            operator = str(getattr(error, "func", mixed["operator"] or "an operator")).removesuffix(".default")
             raise MixedDevicesError(
                 f"{what} mixes devices: {operator} needs all tensors on the same device, and has one on the CPU beside "
                 "one on the simulated card.",

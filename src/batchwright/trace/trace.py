@@ -36,6 +36,7 @@ from batchwright.device.step import needs_closure
 from batchwright.errors import CannotTraceError
 from batchwright.simulated.operators.library_work import listen
 from batchwright.simulated.ranks import on_shards
+from batchwright.simulated.torch_patches.backend import count_no_devices
 from batchwright.simulated.torch_patches.patches import applied
 from batchwright.trace import known_values as value_shapes
 from batchwright.trace.experts.routing import Routing
@@ -155,6 +156,7 @@ def counts_when_alone() -> tuple[int, ...] | None:
             return func(*args, **(kwargs or {}))
 
     look: Any = Look()  # type: ignore[no-untyped-call]
+    count_no_devices()
     try:
         with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(), look:
             leaf = torch.ones(2, 2, requires_grad=True)

@@ -132,6 +132,16 @@ def simulated_device() -> torch.device:
     return torch.device(NAME, 0)
 
 
+def count_no_devices() -> None:
+    """Have the first backward pass of the process be one on the CPU, which starts no threads.
+
+    That one counts the devices and starts a thread for each, after which a forked child cannot run backward. A
+    simulated card is counted; and over fake tensors a build of torch for GPUs counts eight where there is none.
+    """
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), device="cpu", requires_grad=True).backward()
+
+
 def _register() -> None:
     class Hook(torch._C._acc.PrivateUse1Hooks):
         def is_available(self) -> bool:
@@ -143,10 +153,7 @@ def _register() -> None:
         def is_built(self) -> bool:
             return True
 
-    # The first backward pass of a process counts its devices and starts a thread for each; after that a forked child
-    # cannot run backward. Before the device is there to be counted, a pass on the CPU starts none.
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
-        torch.ones((), device="cpu", requires_grad=True).backward()
+    count_no_devices()
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Module(), hook=Hook(), device_guard=make_guard())
 
 
