@@ -3,9 +3,9 @@
 Dynamo and Inductor decide by `device.type == "cuda"` what a step may do, which kernels there are and what is fused.
 Between the two, AOTAutograd dispatches operators, and there the card has to be the device that torch knows.
 
-Replaces, while something is compiled: FakeTensor.device, is_cuda and _normalize_fake_device, FakeTensorMode.dispatch,
-torch._inductor.scheduler.has_triton, torch.utils._triton.triton_hash_with_backend, what CudaInterface asks the driver,
-the initialisation of Inductor's patterns, and where its constants are computed.
+Replaces, while something is compiled: FakeTensor.device, is_cuda and _normalize_fake_device (__new__ where there is
+none), FakeTensorMode.dispatch, torch._inductor.scheduler.has_triton, torch.utils._triton.triton_hash_with_backend, what
+CudaInterface asks the driver, the initialisation of Inductor's patterns, and where its constants are computed.
 
 Promises:
 - tensors of the card say `cuda:0` to Dynamo and Inductor, the truth to AOTAutograd and to torch's rules of shapes;
@@ -55,7 +55,8 @@ class Sight:
         """Have fake tensors of the card say what they are taken for, and `cuda` mean the card to torch's own rules."""
 
         def device(tensor: Any) -> torch.device:
-            true: torch.device = _TRUE_DEVICE.fget(tensor)
+            # A view that torch 2.10 makes keeps the device that its base was seen on.
+            true: torch.device = card_device(_TRUE_DEVICE.fget(tensor))
             return CUDA if self._is_on and not self._num_rules and true.type == NAME else true
 
         def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
