@@ -85,11 +85,12 @@ class Ran:
     code: int
     seconds: float
     said: str
+    is_our_failure: bool
 
     @property
     def is_fine(self) -> bool:
         """Whether it answered; a clean no is an answer where one is expected."""
-        is_no = self.code == 1 and self.line.startswith(MAY_SAY_NO) and "itself failed" not in self.said
+        is_no = self.code == 1 and self.line.startswith(MAY_SAY_NO) and not self.is_our_failure
         return self.code == 0 or is_no
 
 
@@ -127,7 +128,8 @@ class Environment:
         words = ["batchwright", *line.split()]
         done = subprocess.run(words, capture_output=True, text=True, cwd=cwd, env=variables, check=False)
         said = (done.stderr if done.returncode else done.stdout).strip().splitlines() or [""]
-        return Ran(line, done.returncode, time.monotonic() - start, said[0][:90])
+        is_ours = "batchwright itself failed" in done.stderr  # after what it said of its progress
+        return Ran(line, done.returncode, time.monotonic() - start, said[0][:90], is_ours)
 
 
 def build(out: Path) -> tuple[Path, Path]:
