@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
@@ -357,7 +358,15 @@ def simulated_ranks(devices: int, rank: int = 0, *, stages: Iterable[Patch] | No
     # torch marks every later traceback of the process with the rank, and never stops by itself.
     hook_as_it_was = partial(setattr, sys, "excepthook", sys.excepthook)
     shapes_as_they_were = partial(_forget_shapes, set(FakeTensorMode.cache))
-    with applied(_group_is_ours()), undone(_end_group), undone(hook_as_it_was), undone(shapes_as_they_were):
+    # The context of torch 2.10 for context parallelism leaves its attention in place if the step raises within it.
+    attention_as_it_was = partial(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
+    with (
+        applied(_group_is_ours()),
+        undone(_end_group),
+        undone(hook_as_it_was),
+        undone(shapes_as_they_were),
+        undone(attention_as_it_was),
+    ):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=devices)
         with applied(_group_stays(), _shards(), real_meshes(), replicas(), flat_parameters(), refused_wraps(), stages):
             yield
