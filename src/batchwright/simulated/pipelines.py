@@ -149,7 +149,8 @@ def running_stages(pipeline: Pipeline | None, enter: Callable[[str], None]) -> I
     stages: Any = import_module("torch.distributed.pipelining.stage")
     base, manual = stages._PipelineStageBase, stages.PipelineStage
     if pipeline is None or not hasattr(manual, "_send_meta"):
-        yield Patch(base, "__init__", refusing("pipeline stages are not simulated here.", _NEAREST))
+        where = "here" if pipeline is None else f"with torch {torch.__version__}, but with newer ones"
+        yield Patch(base, "__init__", refusing(f"pipeline stages are not simulated {where}.", _NEAREST))
         return
     make, begin_schedule = base.__init__, schedules._PipelineSchedule.__init__
 
