@@ -427,7 +427,9 @@ class _Gradients:
             inputs = self.batch()
             self.on_phase("forward")
             if isinstance(self.model, PipelineRank):
-                self.loss(self.model.schedule, inputs)  # backward runs inside of it
+                done: Any = self.loss(self.model.schedule, inputs)  # backward runs inside of it
+                for _ in done if inspect.isgenerator(done) else ():
+                    pass
                 total = torch.zeros(())  # the loss is known to the last stage only
                 del inputs
                 continue

@@ -28,6 +28,7 @@ from batchwright.simulated.torch_patches.patches import Patch, refusing
 
 T = TypeVar("T")
 
+_PARTS = "PipelineStage over a part of the model that you name yourself"
 _NEAREST = (
     "estimate one stage as a model of its own, whose loss runs as many micro-batches as the stage holds before it "
     "frees one: under 1F1B the number of stages after it, and one"
@@ -148,6 +149,10 @@ def running_stages(pipeline: Pipeline | None, enter: Callable[[str], None]) -> I
     schedules: Any = import_module("torch.distributed.pipelining.schedules")
     stages: Any = import_module("torch.distributed.pipelining.stage")
     base, manual = stages._PipelineStageBase, stages.PipelineStage
+    # torch.export looks at real tensors from C++, which ends the process over those of a simulated card.
+    parting: Any = import_module("torch.distributed.pipelining._IR").Pipe
+    by_export = "a model that pipeline() parts by torch.export is not simulated."
+    yield Patch(parting, "from_tracing", refusing(by_export, _PARTS))
     if pipeline is None or not hasattr(manual, "_send_meta"):
         where = "here" if pipeline is None else f"with torch {torch.__version__}, but with newer ones"
         yield Patch(base, "__init__", refusing(f"pipeline stages are not simulated {where}.", _NEAREST))

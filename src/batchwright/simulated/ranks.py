@@ -28,6 +28,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -273,6 +274,7 @@ class _Replica:
             for number, held in enumerate(groups)
         ]
         self.gradient_buckets = [bucket.flat for bucket in self._buckets]  # the trace reads them
+        self.reducer = SimpleNamespace(prepare_for_backward=lambda *_: None)  # pipelines call it
         self.require_backward_grad_sync = True  # loops that accumulate set it instead of asking for no_sync
         self._futures: list[Any] = []
 

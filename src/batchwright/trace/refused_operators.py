@@ -109,6 +109,9 @@ _REMEDIES_OF_PLANS = (
     (r"reshard_after_forward as an int", "a factor of the ranks that weights are sharded over, or True"),
     (r"cannot be larger than number of stages", "a stage for each rank of the pipeline, or a mesh whose pp is smaller"),
     (r"loss_fn and target required", "schedule.step(target=...) on the rank of the last stage"),
+    (r"process group has not been initialized", "devices=N and a card: a plan over ranks needs both"),
+    (r"must be greater than or equal to the number of stages", "n_microbatches= at least the number of stages"),
+    (r"requires gradients to be enabled", "schedule.eval(...) where nothing is trained"),
     (r"First stage requires real tensors", "schedule.step(inputs) on the rank of the first stage"),
 )
 _NEAREST_PLAN = "the plan as it runs under torchrun; or fully_shard in its place, for the nearest peak"
@@ -125,10 +128,10 @@ def explaining_plans(what: str) -> Iterator[None]:
         is_of_ranks = bool(frames) and frames[-1].filename.startswith(_PLANS_OF_TORCH)
         if not is_of_ranks and not re.search(_MIXED, str(error)):  # which C++ raises
             raise
-        said = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".!")
-        remedy = next((remedy for words, remedy in _REMEDIES_OF_PLANS if re.search(words, said)), _NEAREST_PLAN)
+        words = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".!")
+        remedy = next((remedy for known, remedy in _REMEDIES_OF_PLANS if re.search(known, words)), _NEAREST_PLAN)
         raise CannotTraceError(
-            f"PyTorch itself refuses what {what} does over ranks: {said}.",
+            f"PyTorch itself refuses what {what} does over ranks: {words}.",
             details=_place_of(error),
             remedy=remedy,
         ) from error

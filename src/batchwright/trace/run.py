@@ -290,10 +290,10 @@ def trace_workload(
 def _tell_ranks(chosen: int, pipeline: Pipeline, ranks: Mapping[int, Traced]) -> str:
     """Say of which rank of a pipeline the answer is, and what the others hold."""
     peaks = {rank: ranks[rank].on_card[0].of_allocator[1] for rank in sorted(ranks)}
-    most = " which holds the most" if peaks[chosen] == max(peaks.values()) else ""
+    most = ", which holds the most" if peaks[chosen] == max(peaks.values()) else ""
     held = ", ".join(f"{rank}: {format_bytes(peak)}" for rank, peak in peaks.items())
     return (
-        f"pipeline of {pipeline.num_stages} stages on {len(ranks)} ranks, {pipeline.spoken}; this is rank {chosen},"
+        f"pipeline of {pipeline.num_stages} stages on {len(ranks)} ranks, {pipeline.spoken}; this is rank {chosen}"
         f"{most}; reserved by rank: {held}"
     )
 
@@ -394,7 +394,7 @@ def _trace_on(
         notes.append(trace.routing.note)
     if trace.storages.most_on_host >= _WORTH_TELLING:
         held = format_bytes(trace.storages.most_on_host)
-        notes.append(f"on the host, beside batches: up to {held} (weights, states, gradients, activations kept there)")
+        notes.append(f"on the host, beside batches: up to {held} ")
     routing = trace.routing.assumption if trace.routing.was_assumed else None
     return Traced(trace.log, (*notes, *trace.notes), routing, trace.hides_memory, work=trace.work.last_step())
 

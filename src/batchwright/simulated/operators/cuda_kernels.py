@@ -27,7 +27,7 @@ from batchwright.simulated.operators.convolutions import (
     most_workspace,
 )
 from batchwright.simulated.operators.input_copies import copied_bytes
-from batchwright.simulated.torch_patches.backend import card_device, simulated_device
+from batchwright.simulated.torch_patches.backend import card_device, is_on_card, simulated_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -91,7 +91,8 @@ class CudaKernels:
             self._most_allocated = max(self._most_allocated, now + output_bytes + most)
         if func in CONVOLUTIONS:
             return self._as_room_allows(convolution_moments(self._card, func, args, outputs))
-        moments, held = [Moment(output=tensor) for tensor in outputs], copied_bytes(func, args)
+        moments = [Moment(output=tensor) for tensor in outputs]
+        held = copied_bytes(func, args) if outputs and is_on_card(outputs[0]) else []
         if rule := _WORKSPACES.get(func):
             held += [num_bytes for num_bytes in rule(self._card, args, outputs) if num_bytes > 0]
         return around(held, moments) if held else moments

@@ -46,7 +46,8 @@ def _log_softmax_backward(args: Sequence[Any]) -> list[int]:
 def _softmax_backward(args: Sequence[Any]) -> list[int]:
     """The gradient times the output is made first (`softmax_backward_cuda_out`); it lies as the gradient does."""
     gradient, output = args[:2]
-    return [_bytes_of(gradient), _if_strided(gradient), _if_strided(output)]
+    leads = output if 0 in gradient.stride() else gradient  # the other, where one is expanded
+    return [_bytes_of(gradient), _bytes_of(gradient) if _if_strided(leads) else 0, _if_strided(output)]
 
 
 def _second(args: Sequence[Any]) -> list[int]:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -183,9 +184,14 @@ def card_device(value: Any) -> Any:
     return torch.device(NAME, 0)
 
 
+# torchrun numbers the ranks of a node so, and each takes the card of its number.
+_CARDS_OF_A_NODE = 8
+
+
 def refuse_other_cards(index: int | None) -> None:
     """Raise what CUDA raises for a card beyond the simulated one."""
-    if index:
+    own = dist.get_rank() % _CARDS_OF_A_NODE if dist.is_available() and dist.is_initialized() else 0
+    if index and index != own:
         raise RuntimeError(
             f"CUDA error: invalid device ordinal: the step asks for cuda:{index}, and one card is simulated, cuda:0"
         )

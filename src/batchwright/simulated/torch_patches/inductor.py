@@ -97,9 +97,12 @@ def _patches(
 
     yield Patch(graph.GraphLowering, "_compile_to_module_lines", load)
     lower = compile_fx.fx_codegen_and_compile
+    place: tuple[Any, ...] = (device.type, capability)
+    if capability is not None:
+        place = (*place, torch.cuda.get_device_properties(0).multi_processor_count)
 
     def lower_once(module: Any, examples: Any, *rest: Any, **options: Any) -> Any:
-        key = _key_of(module, rest, options, (device.type, capability))
+        key = _key_of(module, rest, options, place)
         if key in _LOWERED:
             _LOWERED.move_to_end(key)
             kept, text = _LOWERED[key]
@@ -134,17 +137,21 @@ def _key_of(module: Any, rest: Any, options: dict[str, Any], place: Any) -> Any:
     known = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
     if any(isinstance(value, torch.SymInt) for value in known):
         return None
-    inputs = tuple(
-        (value.shape, value.stride(), value.storage_offset(), value.dtype, str(value.device), value.requires_grad)
-        if isinstance(value, torch.Tensor)
-        else repr(value)
-        for value in known
-    )
+    inputs = tuple(map(_layout_of, known))
+    # A rule of shapes may be written anew under the same name, and a gradient may reuse what a forward gave up.
+    inner = tuple(_layout_of(node.meta.get("val")) for node in nodes)
+    donated = tuple(import_module("torch._inductor.utils").get_donated_idxs() or ())
     # What of the output's layout is bound, apart from the values themselves.
     bound = {name: value for name, value in nodes[-1].meta.items() if name.endswith(("_idxs", "_strides"))}
     settings = {name: value for name, value in options.items() if name not in _PASSING}
     config = import_module("torch._inductor.config").get_hash()
-    return str(module.graph), inputs, repr(bound), repr(rest), repr(settings), config, place
+    return str(module.graph), inputs, inner, donated, repr(bound), repr(rest), repr(settings), config, place
+
+
+def _layout_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, str(value.device), value.requires_grad
+    return tuple(map(_layout_of, value)) if isinstance(value, list | tuple) else repr(value)
 
 
 @cache

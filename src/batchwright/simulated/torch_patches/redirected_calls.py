@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -289,9 +290,13 @@ def hooks_of_saved_tensors() -> Iterator[Patch]:
 
     def enter_on_card(context: Any) -> None:
         mode = _get_current_function_mode()
-        code = getattr(context.pack_hook, "__code__", None)
+        hook = context.pack_hook
+        while isinstance(hook, partial):
+            hook = hook.func
+        code = getattr(hook, "__code__", None)
         # Torch's own (checkpoints, save_on_cpu) ask each tensor for its true device.
-        is_own = code is not None and not code.co_filename.startswith(_TORCH)
+        file = None if code is None else code.co_filename
+        is_own = type(hook).__module__.split(".")[0] != "torch" if file is None else not file.startswith(_TORCH)
         if not isinstance(mode, RedirectedCalls) or not is_own:
             enter(context)
             return

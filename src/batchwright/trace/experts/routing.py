@@ -61,8 +61,9 @@ class Routing:
     @property
     def note(self) -> str:
         """What was assumed, in words."""
-        spread = "spread evenly over the experts" if self.assumption == "balanced" else "all sent to one expert"
-        return f"routing {self.assumption}: tokens {spread}"
+        if self.assumption == "balanced":
+            return "routing balanced: choices (of experts, or classes that are counted) spread evenly"
+        return f"routing {self.assumption}: tokens all sent to one expert"
 
     def follow(self, func: Callable[..., Any], args: Sequence[Any], outputs: Any) -> None:
         """Notice a choice being made, one-hot rows made of it, counts of those, and copies."""
