@@ -21,7 +21,7 @@ import torch
 
 from batchwright.device.device import open_device
 from batchwright.device.step import StepSettings
-from batchwright.errors import BatchwrightError
+from batchwright.errors import BatchwrightError, InvalidInputError
 from batchwright.memory.breakdown import break_down
 from batchwright.noise.noise_run import fitting_split, measure_noise
 from batchwright.scripts.noise_script import measure_noise_of_script
@@ -61,6 +61,10 @@ def measure_here(work: Workload | Script, measured: Measured, request: TuneReque
 
 def _train(work: Workload, request: TuneRequest, say: Say) -> Section:
     batches: tuple[int, ...] = _BATCHES if request.noise_batch is None else (request.noise_batch,)
+    if work.data is not None and request.noise_batch is not None and request.noise_batch > len(work.data):
+        raise InvalidInputError(
+            f"a step of {request.noise_batch:,} samples was asked for, and data= holds {len(work.data):,}."
+        )
     if work.data is not None:
         batches = tuple(batch for batch in batches if batch <= len(work.data)) or (max(len(work.data), 1),)
     needed = ""
@@ -123,7 +127,8 @@ def _rate_of_products(size: int = 512) -> float:
 def _run_program(script: Script, request: TuneRequest, say: Say) -> Section:
     """Run the program on the CPU for as many steps as there is time for."""
     bounded = replace(script, seconds=min(script.seconds, _SECONDS))
-    micro_batch, accumulation = fitting_split(request.noise_batch or _BATCHES[0], None)
+    batch = request.noise_batch or _BATCHES[0]
+    micro_batch, accumulation = fitting_split(batch, None) if script.sets_accumulation else (batch, 1)
     try:
         return measure_noise_of_script(
             bounded,

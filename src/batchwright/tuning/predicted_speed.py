@@ -57,6 +57,9 @@ def predict_throughput(work: Workload | Script, measured: Measured, request: Tun
         steps, accumulation = _run_sizes(work, sizes, request, say)
         kinds = {entry.kind for step in steps.values() for entry in step.entries} & set(COLLECTIVES)
         is_replicated, ranks = kinds == {"all_reduce"}, ""
+        if request.devices > 1 and not kinds:
+            alone = f"{work.name} sends nothing between {request.devices} devices"
+            return {"skipped": f"no time is predicted: {alone}; start it with torchrun, and with DDP or FSDP in it"}
     else:
         is_replicated = work.wrap is None
         spread = replace(work, wrap=DistributedDataParallel) if is_replicated else work

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 # At most so many sizes are timed, from a small one up to the largest: the answer may be far below what fits.
 _TIMED_SIZES, _SMALL = 6, 8
 _NOISE_BATCH = 64
+_LARGEST_ON_CARD = 4096
 _AUDITED = 8
 # As many as an interval needs.
 _BRANCH_SEEDS = 5
@@ -88,14 +89,18 @@ def _num_numbers(parameters: list[nn.Parameter]) -> int | None:
 
 def find_fit(work: Workload | str, measured: Measured, request: TuneRequest, say: Say) -> Section:
     """Find the largest micro-batch; if nothing fits, say so and end here."""
-    if request.is_on_card and request.devices > 1 and isinstance(work, str):
+    if request.is_on_card and isinstance(work, str):
         work = load_workload(work)
+    limit = request.limit
+    if limit is None and request.is_on_card and isinstance(work, Workload) and work.data is not None:
+        # A small model could take all of its data at once; a trace of that takes minutes, and says nothing new.
+        limit = min(max(len(work.data) // request.devices, 1), _LARGEST_ON_CARD)
     try:
         largest = fit(
             spread_on_card(work, request) if isinstance(work, Workload) else work,
             on=request.on,
             memory=request.memory,
-            limit=request.limit,
+            limit=limit,
             shapes=request.shape,
             # Gradients of one micro-batch live through the forward of the next.
             accumulation=2,

@@ -437,7 +437,9 @@ def _read(path: Path | None, about: Section, say: Say) -> Run:
     if run["workload"].get("horizon", about["horizon"]) != about["horizon"]:
         for stage in ("race", "rate"):
             run[stage] = {"skipped": "the horizon was another one"}
-    asked_now = {name: about[name] for name in ("horizon", "race", "command")}
+    if before["network"] != about["network"]:
+        run["throughput"] = {"skipped": "the network was another one"}
+    asked_now = {name: about[name] for name in ("horizon", "race", "command", "network", "price_per_hour")}
     return {**run, "workload": {**run["workload"], **asked_now}}
 
 
