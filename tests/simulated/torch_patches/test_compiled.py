@@ -83,6 +83,32 @@ def test_what_is_fused_is_not_held(on: str, recorded: Recorded) -> None:
     recorded.check()
 
 
+class Kept(nn.Module):
+    """Its gradient has the same text whether what it returns beside the output is kept or not, and other buffers."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        super().__init__()
+        self.first, self.keeps = nn.Linear(WIDTH, WIDTH), keeps
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.first(x)
+        return (hidden.sin(), hidden.detach()) if self.keeps else (hidden.sin(),)
+
+
+def test_a_gradient_of_the_same_text_is_lowered_by_what_it_may_reuse() -> None:
+    def peak(keeps: bool) -> int:
+        asked_for = workload(lambda: torch.compile(Kept(keeps=keeps)), loss=lambda model, batch: model(batch)[0].sum())
+        return estimate(asked_for, micro_batch=ROWS, on=CARD).peak_bytes.of_allocator[0]
+
+    def anew(keeps: bool) -> int:
+        import_module("batchwright.simulated.torch_patches.inductor")._LOWERED.clear()
+        return peak(keeps)
+
+    first, second = anew(True), anew(False)
+    assert first > second
+    assert (anew(True), peak(False), peak(True)) == (first, second, first)
+
+
 def test_a_graph_is_lowered_once_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
     def build() -> Any:
         return torch.compile(nn.Sequential(nn.Linear(WIDTH, 3), nn.GELU()))
