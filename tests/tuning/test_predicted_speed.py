@@ -87,7 +87,7 @@ def test_the_report_draws_the_run_over_devices_and_leaves_the_section_out_where_
     page = draw_page(tuned.run)
     assert "How many devices pay" in page
     assert f"up to {tuned.run['recommendation']['by_devices']['worth']} pay" in page
-    assert ">cost</th>" in page
+    assert ">cost over one</th>" in page
     without = {**tuned.run, "recommendation": {**tuned.run["recommendation"], "by_devices": None}}
     assert "How many devices pay" not in draw_page(without)
     broken = {**tuned.run, "recommendation": {"by_devices": {"rows": [{"devices": "many"}, 3], "worth": None}}}

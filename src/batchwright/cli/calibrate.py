@@ -18,14 +18,16 @@ def command() -> int:
     batchwright estimate train.py:workload --micro-batch 8 --on cpu
     torchrun --nproc-per-node 4 -m batchwright calibrate
     """
+    from contextlib import suppress
     from dataclasses import replace
 
     from batchwright.device.device import default_device
+    from batchwright.errors import InvalidInputError
     from batchwright.ranks.meeting import is_first_rank
     from batchwright.ranks.session import process_group, together
     from batchwright.timing.calibrate import calibrate
     from batchwright.timing.calibrate_ranks import time_collectives
-    from batchwright.timing.profile import default_file, write_profile
+    from batchwright.timing.profile import default_file, read_profile, write_profile
 
     device = default_device()
     prints = is_first_rank()
@@ -38,8 +40,12 @@ def command() -> int:
         ranks.share("calibrated", True)
     if profile is None:
         return 0
-    profile = replace(profile, ranks=ranks.world_size, collectives=curves)
     file = default_file(profile.machine)
+    profile = replace(profile, ranks=ranks.world_size, collectives=curves)
+    if ranks.is_alone:  # collectives that were timed before are still this machine's
+        with suppress(InvalidInputError, OSError):
+            before = read_profile(file)
+            profile = replace(profile, ranks=before.ranks, collectives=before.collectives)
     write_profile(profile, file)
     low, high = profile.spread
     click.echo(

@@ -76,7 +76,7 @@ def read_network(text: str | None, devices: int | None = None) -> Network | None
         node = network.devices_per_node
         raise InvalidInputError(
             f"network joins nodes, and one holds {node} devices; received devices={devices}.",
-            remedy=f"devices={2 * node}",
+            remedy=f"leave network out, or devices={2 * node}",
         )
     return network
 

@@ -12,6 +12,7 @@ Promises:
 from __future__ import annotations
 
 import datetime
+import itertools
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     Say = Callable[[str], None]
 
 _SECONDS = 180.0
+_MOST_SOURCES = 5_000
 # The usual batch, and one for models whose steps are long here; at fewer steps no interval has an end.
 _BATCHES, _FEWEST_STEPS = (64, 16), 40
 _OTHERWISE = "hand it in: critical_batch= in Python, or --run-file with a run of tune that measured it elsewhere"
@@ -169,4 +171,6 @@ def _has_changed_since(run: Run) -> bool:
     words = [str(about.get("target") or "").partition(":")[0], *(about.get("script") or ())]
     files = [Path(word) for word in words if word.endswith(".py") and Path(word).is_file()]
     created = datetime.datetime.fromisoformat(run["created"]).timestamp()
-    return not files or any(file.stat().st_mtime > created for file in files)
+    # What it imports lies beside it or below; of a large tree the first files stand for all.
+    beside = {source for file in files for source in itertools.islice(file.parent.rglob("*.py"), _MOST_SOURCES)}
+    return not files or any(source.stat().st_mtime > created for source in {*files, *beside})

@@ -58,8 +58,8 @@ def predict_throughput(work: Workload | Script, measured: Measured, request: Tun
         kinds = {entry.kind for step in steps.values() for entry in step.entries} & set(COLLECTIVES)
         is_replicated, ranks = kinds == {"all_reduce"}, ""
         if request.devices > 1 and not kinds:
-            alone = f"{work.name} sends nothing between {request.devices} devices"
-            return {"skipped": f"no time is predicted: {alone}; start it with torchrun, and with DDP or FSDP in it"}
+            unshared = f"{work.name} sends nothing between {request.devices} devices"
+            return {"skipped": f"no time is predicted: {unshared}; start it with torchrun, and with DDP or FSDP in it"}
     else:
         is_replicated = work.wrap is None
         spread = replace(work, wrap=DistributedDataParallel) if is_replicated else work
@@ -88,11 +88,16 @@ def predict_throughput(work: Workload | Script, measured: Measured, request: Tun
     throughput = Throughput(work.name, request.on, request.devices, tuple(rows), times[request.devices])
     low, high = rows[-1].low_seconds / rows[-1].seconds, rows[-1].high_seconds / rows[-1].seconds
     spoken = f"predicted: in nine of ten cases steps take {low:.2f} to {high:.2f} times as long"
+    answer = throughput.to_dict()
     return {
-        **throughput.to_dict(),
+        **answer,
         "source": "predicted",
+        "times": {**answer["times"], "source": "predicted"},
         "interval": [low, high],
-        "by_devices": [{"devices": devices, "times": model.to_dict()} for devices, model in times.items()],
+        "by_devices": [
+            {"devices": devices, "times": {**model.to_dict(), "source": "predicted"}}
+            for devices, model in times.items()
+        ],
         "notes": [spoken + ranks, *unsure],
     }
 

@@ -9,6 +9,7 @@ from batchwright.report.page import figures
 from batchwright.report.page.chart import Chart, Scale, at_both_widths, even_ticks, legend, log_ticks, size_scale
 from batchwright.report.page.markup import Html, figure_with, sentence, table
 from batchwright.report.page.run_reading import Data, Point, number_in, rows_in, section_of, text_in
+from batchwright.units import counted
 
 _HEIGHT, _TOP, _BOTTOM = 280.0, 44.0, 230.0
 
@@ -125,7 +126,7 @@ def _devices_chart(shown: tuple[Row, ...], worth: float | None, width: float) ->
     places = [(across(row.devices), up(row.time)) for row in shown]
     chart.line(places, "line predicted", is_kept_free=True)
     for row, at in zip(shown, places, strict=True):
-        words = f"{figures.count(row.devices)} devices: {figures.ratio(row.time)} of the time"
+        words = f"{counted(round(row.devices), 'device')}: {figures.ratio(row.time)} of the time"
         chart.dot(at, "point predicted", words)
     if worth is not None:
         x = across(worth)
@@ -143,6 +144,6 @@ def _table(shown: tuple[Row, ...], run: Data) -> Html:
         ("effective batch", [figures.count(row.batch) for row in shown]),
         ("step", ["-" if row.step is None else figures.seconds(row.step) for row in shown]),
         ("time", [figures.times(row.time) for row in shown]),
-        ("cost" if price and hours else "device-hours", [figures.times(row.cost) for row in shown]),
+        ("cost over one" if price and hours else "device-hours over one", [figures.times(row.cost) for row in shown]),
     ]
     return table(columns, label="The run by devices", words=0)
