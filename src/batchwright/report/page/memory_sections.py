@@ -145,7 +145,7 @@ def _legend(shown: Peaks) -> Html:
         entries.append(("cross bad", "failed"))
     if shown.fixed_bytes is not None and shown.bytes_per_sample is not None:
         words = f"{figures.memory(shown.fixed_bytes)} + {figures.memory(shown.bytes_per_sample)} a sample"
-        entries.append(("line predicted", f"{words} ({shown.line_source or 'predicted'})"))
+        entries.append(("line predicted", f"{words} ({(shown.is_certified and shown.line_source) or 'predicted'})"))
     return legend(*entries)
 
 

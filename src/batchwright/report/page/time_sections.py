@@ -41,12 +41,14 @@ from batchwright.report.page.run_reading import (
     raced,
     rows_in,
     section_of,
+    span_in,
     speeds,
     text_in,
     texts_in,
     times_to_target,
     why_missing,
 )
+from batchwright.units import counted
 
 
 def draw_speed(record: Data, run: Data) -> list[str]:
@@ -136,7 +138,27 @@ def draw_time(record: Data, run: Data) -> list[str]:
     entries += [("point measured", "raced against the one in the middle, 80\N{NO-BREAK SPACE}%")] if race else []
     entries += [("range measured", "within 5\N{NO-BREAK SPACE}% of the soonest")] if ends else []
     chart = at_both_widths(partial(_time_chart, shown, race, chosen, ends))
-    return [_time_lead(record, ends), chart, legend(*entries)]
+    return [_time_lead(record, ends), chart, legend(*entries), _bill(record)]
+
+
+def _bill(record: Data) -> Html:
+    """Say how many hours the run takes and what it costs, where that was asked; empty where it was not.
+
+    >>> whole = {"hours": 12.0, "hours_interval": [10.0, 15.0], "cost": 240.0, "cost_interval": [200.0, 300.0]}
+    >>> "12" in _bill({"run": whole, "devices": 8}), _bill({})
+    (True, '')
+    """
+    hours, span = number_in(record, "run", "hours"), span_in(record, "run", "hours_interval")
+    devices = number_in(record, "devices")
+    if hours is None or span is None or devices is None:
+        return Html("")
+    pieces = ["The run takes ", figure_with(f"{hours:.3g} h [{span[0]:.3g}, {span[1]:.3g}]", "predicted")]
+    pieces += [f" on {counted(round(devices), 'device')}"]
+    cost, ends = number_in(record, "run", "cost"), span_in(record, "run", "cost_interval")
+    if cost is not None and ends is not None:
+        pieces += [" and costs ", figure_with(f"{cost:.3g} [{ends[0]:.3g}, {ends[1]:.3g}]", "predicted")]
+        pieces += [" for all of them"] if devices > 1 else []
+    return sentence(*pieces)
 
 
 def _time_lead(record: Data, ends: tuple[float, float] | None) -> Html:
