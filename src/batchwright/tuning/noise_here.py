@@ -4,8 +4,8 @@ The workload is trained here at a small micro-batch, for as many steps as fit in
 user's own is run here as it is typed. A run of the same workload that was measured before is taken as it is.
 
 Promises:
-- what would take longer than the minutes, or more memory than is free, is not begun: the answer says how long it would
-  take, and how to have the number otherwise;
+- what would take longer than the minutes, or more memory than is free, is not begun (of a program: whose weights and
+  optimizer alone take more); the answer says how long it would take, and how to have the number otherwise;
 - what was done is in the section: where, how many steps, in how long.
 """
 
@@ -53,7 +53,7 @@ _SAME = ("name", "num_parameters", "num_trained", "samples", "optimizer", "learn
 def measure_here(work: Workload | Script, measured: Measured, request: TuneRequest, say: Say) -> Section:
     """Train on the CPU for at most a few minutes; the section is that of `noise`, or says why there is none."""
     start = time.monotonic()
-    run = _run_program(work, request, say) if isinstance(work, Script) else _train(work, request, say)
+    run = _run_program(work, measured, request, say) if isinstance(work, Script) else _train(work, request, say)
     if "skipped" in run and isinstance(run["skipped"], str):
         return run
     took = format_seconds(time.monotonic() - start)
@@ -126,8 +126,13 @@ def _rate_of_products(size: int = 512) -> float:
     return best
 
 
-def _run_program(script: Script, request: TuneRequest, say: Say) -> Section:
+def _run_program(script: Script, measured: Measured, request: TuneRequest, say: Say) -> Section:
     """Run the program on the CPU for as many steps as there is time for."""
+    held = 0 if measured.estimate is None else measured.estimate.fixed_bytes
+    free = open_device("cpu").free_bytes
+    if free is not None and held > free:
+        needs = f"its weights, gradients and optimizer take {format_bytes(held)}"
+        return {"skipped": f"{needs}, and {format_bytes(free)} of this machine's memory are free; {_OTHERWISE}"}
     bounded = replace(script, seconds=min(script.seconds, _SECONDS))
     batch = request.noise_batch or _BATCHES[0]
     micro_batch, accumulation = fitting_split(batch, None) if script.sets_accumulation else (batch, 1)
