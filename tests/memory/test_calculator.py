@@ -101,7 +101,9 @@ def test_a_bad_address_is_answered_with_the_librarys_message(query: str, message
 @settings(max_examples=40, deadline=None)
 @given(st.text(max_size=80))
 def test_any_text_at_all_is_answered(query: str) -> None:
-    json.dumps(answer_query(query), allow_nan=False)
+    answer = answer_query(query)
+    assert answer["schema"] == 1
+    assert json.loads(json.dumps(answer, allow_nan=False)) == answer
 
 
 @settings(max_examples=15, deadline=None)

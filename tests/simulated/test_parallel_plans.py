@@ -184,12 +184,13 @@ class TestBadInput:
 
     def test_what_the_message_says_runs(self) -> None:
         feed = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
-        on_four(self.asked(self.cut({"norm": SequenceParallel(), **feed})), clip_norm=1.0)
+        clipped = on_four(self.asked(self.cut({"norm": SequenceParallel(), **feed})), clip_norm=1.0)
+        assert taken(clipped, "_foreach_norm")
         one_by_one = self.asked(
             self.cut({"up": ColwiseParallel(), "down": RowwiseParallel()}),
             optimizer=lambda params: torch.optim.SGD(params, lr=0.1, foreach=False),
         )
-        on_four(one_by_one)
+        assert on_four(one_by_one).on_card[0].allocated
 
     def test_a_mistake_of_the_users_keeps_its_words(self) -> None:
         with pytest.raises(RuntimeError, match="same reduction dim") as raised:

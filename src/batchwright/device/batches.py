@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -150,12 +151,12 @@ def check_data_has_no_shape(workload: Workload, shape: Mapping[str, Any]) -> Non
         )
 
 
-class SamplesChosen:
+class SamplesChosen(ABC):
     """A dataset that says itself which samples make a batch."""
 
+    @abstractmethod
     def choose(self, micro_batch: int) -> list[Any]:
         """Return the samples of a batch."""
-        raise NotImplementedError
 
 
 def _batch_from_data(workload: Workload, micro_batch: int, shape: Mapping[str, Any]) -> Any:
