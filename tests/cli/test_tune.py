@@ -80,6 +80,7 @@ def test_torchrun_takes_no_option_for_its_own(command: str) -> None:
         (["--resume"], "no run to resume"),
         (["--branches", "16,many"], "--branches"),
         (["--branches", "16,32@late"], "--branches"),
+        (["--branches", "16"], "try: --branches 16,64"),
     ],
 )
 def test_what_is_wrong_is_said(

@@ -90,7 +90,7 @@ class TuneRequest:
         if len(set(self.branch_batches)) == 1 or (not self.branch_batches and self.branch_steps != (0,)):
             raise InvalidInputError(
                 f"branches compare two batches or more; received {counted(len(self.branch_batches), 'batch')}.",
-                remedy="branch_batches=(16, 64), branch_steps=(0, 500)",
+                remedy="branch_batches=[16, 64]",
             )
         for batch in self.branch_batches:
             whole_number(batch, "branch batches")
